@@ -1,0 +1,173 @@
+"""Names, axes and types of every tensor that crosses a graph's boundary: the one place for them.
+
+The exporter builds graphs to this contract, the runtime binds buffers by it, and `check` compares
+a graph with it, so the two sides cannot drift apart. A symbolic axis has the same size wherever it
+appears in one call.
+
+State lives in tensors: a row's committed length is `past_lengths`, positions and masks are
+computed from it inside the graph, and rollback is a smaller length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from .errors import EngineError
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorSpec:
+    """One tensor of a graph: axes are names (symbolic) or integers (fixed when built)."""
+
+    name: str
+    dtype: str  # numpy name
+    axes: tuple[str | int, ...]
+
+
+def _spec(name: str, dtype: str, *axes: str | int) -> TensorSpec:
+    return TensorSpec(name=name, dtype=dtype, axes=axes)
+
+
+INPUT_IDS = _spec("input_ids", "int64", "batch", "query_len")
+PAST_LENGTHS = _spec("past_lengths", "int32", "batch")  # rows of the cache that are valid
+NUM_LOGITS = _spec("num_logits", "int64")  # how many of the last query rows are projected
+LOGITS = _spec("logits", "float32", "batch", "num_logits", "vocab")
+
+# Sampling parameters, one value a row; the same tensors feed the draft step and accept.
+TEMPERATURE = _spec("temperature", "float32", "batch")  # 0 is greedy
+TOP_K = _spec("top_k", "int64", "batch")  # 0 keeps all
+TOP_P = _spec("top_p", "float32", "batch")  # 1 keeps all
+MIN_P = _spec("min_p", "float32", "batch")  # 0 keeps all
+SAMPLING = (TEMPERATURE, TOP_K, TOP_P, MIN_P)
+
+DRAFT_UNIFORMS = _spec("draft_uniforms", "float32", "batch")
+ACCEPT_UNIFORMS = _spec("accept_uniforms", "float32", "batch", "k")
+DRAW_UNIFORMS = _spec("draw_uniforms", "float32", "batch", "k_plus_1")
+
+# The draft step's outputs; ids are the target's, q is over the draft vocabulary.
+DRAFT_TOKEN = _spec("draft_token", "int64", "batch", 1)
+DRAFT_STEP_PROBS = _spec("draft_step_probs", "float32", "batch", 1, "draft_vocab")
+# The same, stacked over the k steps of a round, as accept reads them.
+DRAFT_TOKENS = _spec("draft_tokens", "int64", "batch", "k")
+DRAFT_PROBS = _spec("draft_probs", "float32", "batch", "k", "draft_vocab")
+VERIFY_LOGITS = _spec("logits", "float32", "batch", "k_plus_1", "vocab")
+
+NUM_ACCEPTED = _spec("num_accepted", "int64", "batch")
+NEXT_TOKEN = _spec("next_token", "int64", "batch")  # recovered or bonus
+NEW_LENGTHS = _spec("new_lengths", "int32", "batch")  # past_lengths + num_accepted + 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheSpec:
+    """Geometry of one model's KV cache: `layers` pairs of [batch, kv_heads, max_context, head_dim]."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    max_context: int
+    dtype: str = "float32"
+
+    def past(self) -> tuple[TensorSpec, ...]:
+        return self._pairs("past_key_values")
+
+    def present(self) -> tuple[TensorSpec, ...]:
+        return self._pairs("present")
+
+    def shape(self, batch: int) -> tuple[int, int, int, int]:
+        return (batch, self.kv_heads, self.max_context, self.head_dim)
+
+    def bytes(self, batch: int) -> int:
+        itemsize = {"float32": 4, "float16": 2, "bfloat16": 2}[self.dtype]
+        b, h, n, d = self.shape(batch)
+        return 2 * self.layers * b * h * n * d * itemsize
+
+    def _pairs(self, prefix: str) -> tuple[TensorSpec, ...]:
+        axes = ("batch", self.kv_heads, self.max_context, self.head_dim)
+        return tuple(
+            TensorSpec(name=f"{prefix}.{layer}.{part}", dtype=self.dtype, axes=axes)
+            for layer in range(self.layers)
+            for part in ("key", "value")
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphSpec:
+    """Inputs and outputs of one graph."""
+
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+
+
+def target_graph(cache: CacheSpec) -> GraphSpec:
+    """Prefill, plain decoding and verification: one graph, told apart by query_len."""
+    return GraphSpec(
+        inputs=(INPUT_IDS, PAST_LENGTHS, NUM_LOGITS, *cache.past()),
+        outputs=(LOGITS, *cache.present()),
+    )
+
+
+def draft_graph(cache: CacheSpec) -> GraphSpec:
+    """One draft step: the token(s) that the draft has not seen in, one sampled token and q out."""
+    return GraphSpec(
+        inputs=(INPUT_IDS, PAST_LENGTHS, DRAFT_UNIFORMS, *SAMPLING, *cache.past()),
+        outputs=(DRAFT_TOKEN, DRAFT_STEP_PROBS, *cache.present()),
+    )
+
+
+def accept_graph() -> GraphSpec:
+    """Acceptance and the recovered or bonus draw; k = 0 is a plain sampling step."""
+    return GraphSpec(
+        inputs=(
+            VERIFY_LOGITS,
+            DRAFT_TOKENS,
+            DRAFT_PROBS,
+            ACCEPT_UNIFORMS,
+            DRAW_UNIFORMS,
+            PAST_LENGTHS,
+            *SAMPLING,
+        ),
+        outputs=(NUM_ACCEPTED, NEXT_TOKEN, NEW_LENGTHS),
+    )
+
+
+def check_tensor(spec: TensorSpec, dtype: str, shape: Sequence[object], axes: dict[str, int]) -> None:
+    """Compare one tensor with its spec; `axes` collects the sizes of symbolic axes.
+
+    Raises EngineError naming the tensor, what was received and what was expected.
+    """
+    fits = dtype == spec.dtype and len(shape) == len(spec.axes)
+    for size, axis in zip(shape, spec.axes, strict=False):
+        if isinstance(axis, int):
+            fits = fits and size == axis
+        elif isinstance(size, int):
+            fits = fits and axes.setdefault(axis, size) == size
+    if not fits:
+        raise EngineError(
+            f"{spec.name}: received {dtype} {list(shape)}. Expected {spec.dtype} "
+            f"{list(spec.axes)} with {axes}; the graph and this runtime are of different "
+            "versions: rebuild the bundle."
+        )
+
+
+def check_graph(
+    spec: GraphSpec,
+    inputs: Mapping[str, tuple[str, Sequence[object]]],
+    outputs: Mapping[str, tuple[str, Sequence[object]]],
+    where: str,
+) -> dict[str, int]:
+    """Compare a graph's signature, name → (dtype, shape), with the contract.
+
+    Returns the fixed sizes of symbolic axes that the graph states (vocab, draft_vocab).
+    """
+    axes: dict[str, int] = {}
+    for side, specs, received in (("input", spec.inputs, inputs), ("output", spec.outputs, outputs)):
+        expected = {s.name for s in specs}
+        if set(received) != expected:
+            raise EngineError(
+                f"{where}: {side}s missing {sorted(expected - set(received))}, "
+                f"unexpected {sorted(set(received) - expected)}; rebuild the bundle."
+            )
+        for tensor in specs:
+            check_tensor(tensor, *received[tensor.name], axes)
+    return axes
