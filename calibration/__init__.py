@@ -1,0 +1,1 @@
+"""Calibration: how weights become few bits, and what that does to acceptance."""

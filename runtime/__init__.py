@@ -1,0 +1,68 @@
+"""Outrider's runtime: speculative tokens from a compiled bundle.
+
+The leaf of the package set: it imports numpy, onnxruntime, tokenizers and jinja2, each when it is
+first needed, and never torch, transformers, onnx or the packages that build bundles.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .errors import (
+    BuildError,
+    BundleError,
+    CheckpointError,
+    EngineError,
+    GateFailed,
+    InvalidRequest,
+    LimitExceeded,
+    OutriderError,
+    UnsupportedModel,
+    VocabularyMismatch,
+)
+from .sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from .bundle import Bundle
+    from .decoder import Decoder, Result
+    from .generation import Chunk
+    from .sequence import FinishReason
+    from .stats import Stats
+
+__all__ = [
+    "BuildError",
+    "Bundle",
+    "BundleError",
+    "CheckpointError",
+    "Chunk",
+    "Decoder",
+    "EngineError",
+    "FinishReason",
+    "GateFailed",
+    "InvalidRequest",
+    "LimitExceeded",
+    "OutriderError",
+    "Result",
+    "SamplingParams",
+    "Stats",
+    "UnsupportedModel",
+    "VocabularyMismatch",
+]
+
+_LAZY = {
+    "Bundle": "bundle",
+    "Chunk": "generation",
+    "Decoder": "decoder",
+    "FinishReason": "sequence",
+    "Result": "decoder",
+    "Stats": "stats",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import the decoder's modules, and NumPy with them, only when one is asked for."""
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f".{_LAZY[name]}", __name__), name)

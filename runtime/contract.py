@@ -131,7 +131,9 @@ def accept_graph() -> GraphSpec:
     )
 
 
-def check_tensor(spec: TensorSpec, dtype: str, shape: Sequence[object], axes: dict[str, int]) -> None:
+def check_tensor(
+    spec: TensorSpec, dtype: str, shape: Sequence[object], axes: dict[str, int]
+) -> None:
     """Compare one tensor with its spec; `axes` collects the sizes of symbolic axes.
 
     Raises EngineError naming the tensor, what was received and what was expected.
@@ -161,7 +163,10 @@ def check_graph(
     Returns the fixed sizes of symbolic axes that the graph states (vocab, draft_vocab).
     """
     axes: dict[str, int] = {}
-    for side, specs, received in (("input", spec.inputs, inputs), ("output", spec.outputs, outputs)):
+    for side, specs, received in (
+        ("input", spec.inputs, inputs),
+        ("output", spec.outputs, outputs),
+    ):
         expected = {s.name for s in specs}
         if set(received) != expected:
             raise EngineError(

@@ -27,6 +27,15 @@ class Limits:
     max_context: int
     max_draft_tokens: int  # largest k; 0 where the bundle has no draft
 
+    def __post_init__(self) -> None:
+        for name, least in (("max_batch", 1), ("max_context", 2), ("max_draft_tokens", 0)):
+            value = getattr(self, name)
+            if not least <= value < 2**31:
+                raise _unfit(f"limits.{name}", value, f"{least} to 2**31 - 1")
+        if self.max_draft_tokens >= self.max_context:
+            received = f"{self.max_draft_tokens} draft tokens in {self.max_context} rows"
+            raise _unfit("limits", received, "fewer draft tokens than max_context")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCard:

@@ -143,9 +143,7 @@ def label_held_out(
             best[index] = logits.argmax(-1).numpy()
             p[index] = F.softmax(logits, -1)[:, vocabulary].numpy().astype(np.float16)
     heat = [np.full(len(b), r.temperature, np.float32) for b, r in zip(best, rows, strict=True)]
-    return HeldOut(
-        p=np.concatenate(p), best=np.concatenate(best), temperature=np.concatenate(heat)
-    )
+    return HeldOut(p=np.concatenate(p), best=np.concatenate(best), temperature=np.concatenate(heat))
 
 
 def label(

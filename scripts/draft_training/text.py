@@ -39,6 +39,16 @@ class Split:
     held_out: tuple[Conversation, ...]
     chunks: tuple[tuple[Conversation, ...], ...]
 
+    def first(self, conversations: int | None) -> "Split":
+        """Keep the chunks that hold the first so many conversations, or all."""
+        if conversations is None:
+            return self
+        kept, count = 0, 0
+        while kept < len(self.chunks) and count < conversations:
+            count += len(self.chunks[kept])
+            kept += 1
+        return Split(held_out=self.held_out, chunks=self.chunks[:kept])
+
 
 def read_conversations(path: Path) -> list[Conversation]:
     """Read ``{"ids": [...], "p": prompt length, "t": temperature}``, one a line.
@@ -92,9 +102,7 @@ def check_ids(conversations: Iterable[Conversation], vocab: int) -> None:
             )
 
 
-def split(
-    conversations: Sequence[Conversation], *, seed: int, held_out: int, chunk: int
-) -> Split:
+def split(conversations: Sequence[Conversation], *, seed: int, held_out: int, chunk: int) -> Split:
     """Shuffle, hold the first ``held_out`` out, and cut the rest into chunks."""
     if not 0 < held_out < len(conversations):
         raise TextError(

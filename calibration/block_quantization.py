@@ -1,0 +1,118 @@
+"""Blockwise round-to-nearest weights, in the layout of ONNX Runtime's MatMulNBits.
+
+A block is `block` neighbours along the input features of one output row; it has one scale and, if
+asymmetric, one zero point: w ≈ (code - zero_point) * scale.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockFormat:
+    """How weights are stored: `bits` 4 or 8, `block` a power of two of at least 16."""
+
+    bits: int
+    block: int
+    symmetric: bool
+
+    def __post_init__(self) -> None:
+        if self.bits not in (4, 8) or self.block < 16 or self.block & (self.block - 1):
+            raise ValueError(
+                f"block format: received {self.bits} bits, blocks of {self.block}. Expected 4 or "
+                "8 bits and a power of two of at least 16."
+            )
+
+    def blocks(self, features: int) -> int:
+        return -(-features // self.block)
+
+    @property
+    def blob_bytes(self) -> int:
+        """Bytes of one block's codes."""
+        return self.block * self.bits // 8
+
+    def zero_point_bytes(self, features: int) -> int:
+        """Bytes of one row's packed zero points."""
+        return -(-self.blocks(features) * self.bits // 8)
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizedWeight:
+    codes: np.ndarray  # [out, blocks, blob_bytes] u8, low-order codes first
+    scales: np.ndarray  # [out, blocks] f32
+    zero_points: np.ndarray | None  # [out, zero_point_bytes] u8, packed alike; None: 2^(bits-1)
+
+
+def quantize(weight: np.ndarray, fmt: BlockFormat) -> QuantizedWeight:
+    """Round `weight` [out, in] f32 to the nearest codes of its blocks."""
+    blocks = _blocked(weight, fmt)  # [out, blocks, block]
+    scales, zeros = (_symmetric if fmt.symmetric else _asymmetric)(blocks, fmt.bits)
+    top = (1 << fmt.bits) - 1
+    codes = np.clip(np.rint(blocks / scales[..., None]) + zeros[..., None], 0, top)
+    return QuantizedWeight(
+        codes=_pack(codes.astype(np.uint8), fmt.bits),
+        scales=scales,
+        zero_points=None if fmt.symmetric else _pack_rows(zeros.astype(np.uint8), fmt.bits),
+    )
+
+
+def dequantize(quantized: QuantizedWeight, fmt: BlockFormat, features: int) -> np.ndarray:
+    """The weight that the engine multiplies by: [out, features] f32."""
+    codes = _unpack(quantized.codes, fmt.bits).astype(np.float32)
+    if quantized.zero_points is None:
+        zeros = np.full(codes.shape[:2], 1 << (fmt.bits - 1), np.float32)
+    else:
+        zeros = _unpack(quantized.zero_points, fmt.bits)[:, : codes.shape[1]].astype(np.float32)
+    rows = (codes - zeros[..., None]) * quantized.scales[..., None]
+    return rows.reshape(codes.shape[0], -1)[:, :features]
+
+
+def _blocked(weight: np.ndarray, fmt: BlockFormat) -> np.ndarray:
+    rows, features = weight.shape
+    padding = fmt.blocks(features) * fmt.block - features
+    if padding:
+        weight = np.pad(weight, ((0, 0), (0, padding)))
+    return weight.astype(np.float32, copy=False).reshape(rows, -1, fmt.block)
+
+
+def _symmetric(blocks: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
+    """The largest magnitude, with its sign, lands on the lowest code, which reaches furthest."""
+    low = 1 << (bits - 1)
+    index = np.abs(blocks).argmax(-1)[..., None]
+    extreme = np.take_along_axis(blocks, index, -1)[..., 0]
+    scales = _nonzero(extreme / -low)
+    return scales, np.full(scales.shape, low, np.float32)
+
+
+def _asymmetric(blocks: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
+    """The block's range, widened to hold 0, over all codes."""
+    top = (1 << bits) - 1
+    low = np.minimum(blocks.min(-1), 0.0)
+    high = np.maximum(blocks.max(-1), 0.0)
+    scales = _nonzero((high - low) / top)
+    return scales, np.clip(np.rint(-low / scales), 0, top)
+
+
+def _nonzero(scales: np.ndarray) -> np.ndarray:
+    return np.where(scales == 0, 1.0, scales).astype(np.float32)
+
+
+def _pack(codes: np.ndarray, bits: int) -> np.ndarray:
+    if bits == 8:
+        return codes
+    return np.ascontiguousarray(codes[..., 0::2] | (codes[..., 1::2] << 4))
+
+
+def _unpack(packed: np.ndarray, bits: int) -> np.ndarray:
+    if bits == 8:
+        return packed
+    return np.stack([packed & 0x0F, packed >> 4], axis=-1).reshape(*packed.shape[:-1], -1)
+
+
+def _pack_rows(codes: np.ndarray, bits: int) -> np.ndarray:
+    if bits == 4 and codes.shape[-1] % 2:
+        codes = np.pad(codes, ((0, 0), (0, 1)))
+    return _pack(codes, bits)

@@ -1,0 +1,1 @@
+"""The ONNX Runtime backend: lowering passes from the portable graph to its fused operators."""

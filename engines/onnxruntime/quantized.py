@@ -1,0 +1,147 @@
+"""Linear layers → MatMulNBits, the embedding → GatherBlockQuantized; all by weights still to come.
+
+How a weight becomes codes is the caller's business (`Quantizer`); this pass only rewires the
+graph. Codes, scales and zero points of one weight are made together, once, when they are written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import onnx_ir as ir
+
+from ..matching import drop_dead, replace
+from ..weights import array, is_weight, lazy, shape
+from .projections import Linear, match_linear
+
+
+class BlockFormat(Protocol):
+    bits: int
+    block: int
+    symmetric: bool
+
+    def blocks(self, features: int) -> int: ...
+    @property
+    def blob_bytes(self) -> int: ...
+    def zero_point_bytes(self, features: int) -> int: ...
+
+
+class Quantized(Protocol):
+    codes: np.ndarray
+    scales: np.ndarray
+    zero_points: np.ndarray | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantizer:
+    """`quantize(weight [out, in] f32, name)` → codes, scales, zero points in `format`."""
+
+    format: BlockFormat
+    quantize: Callable[[np.ndarray, str], Quantized]
+    accuracy_level: int = 4  # MatMulNBits: 4 multiplies by activations rounded to int8
+
+
+class QuantizedLinearPass(ir.passes.InPlacePass):
+    """Ensures that no MatMul by a weight and no Gather from a weight table is left in f32."""
+
+    def __init__(self, quantizer: Quantizer) -> None:
+        super().__init__()
+        self.quantizer = quantizer
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        linears = [m for m in (match_linear(n) for n in model.graph) if m is not None]
+        tables = [n for n in model.graph if n.op_type == "Gather" and is_weight(n.inputs[0])]
+        tables = [n for n in tables if len(shape(n.inputs[0])) == 2]  # type: ignore[arg-type]
+        parts = _Parts(model.graph, self.quantizer)
+        for linear in linears:
+            self._linear(model.graph, linear, parts)
+        for table in tables:
+            self._table(model.graph, table, parts)
+        if linears or tables:
+            drop_dead(model)
+            model.graph.opset_imports["com.microsoft"] = 1
+        return ir.passes.PassResult(model, modified=bool(linears or tables))
+
+    def _linear(self, graph: ir.Graph, linear: Linear, parts: _Parts) -> None:
+        out_features, features = shape(linear.weight)
+        codes, scales, zero_points = parts.of(linear.weight)
+        node = ir.node(
+            "MatMulNBits",
+            [linear.x, codes, scales, zero_points, None, linear.bias],
+            {
+                "K": features,
+                "N": out_features,
+                "bits": self.quantizer.format.bits,
+                "block_size": self.quantizer.format.block,
+                "accuracy_level": self.quantizer.accuracy_level,
+            },
+            domain="com.microsoft",
+        )
+        graph.insert_before(linear.out.producer() or linear.matmul, node)
+        replace(linear.out, node.outputs[0])
+
+    def _table(self, graph: ir.Graph, gather: ir.Node, parts: _Parts) -> None:
+        weight, indices = gather.inputs[0], gather.inputs[1]
+        assert weight is not None
+        codes, scales, zero_points = parts.of(weight, flat=True)
+        node = ir.node(
+            "GatherBlockQuantized",
+            [codes, indices, scales, zero_points],
+            {
+                "bits": self.quantizer.format.bits,
+                "block_size": self.quantizer.format.block,
+                "gather_axis": 0,
+                "quantize_axis": 1,
+            },
+            domain="com.microsoft",
+        )
+        graph.insert_before(gather, node)
+        replace(gather.outputs[0], node.outputs[0])
+
+
+class _Parts:
+    """Codes, scales and zero points of weights as initializers made together."""
+
+    def __init__(self, graph: ir.Graph, quantizer: Quantizer) -> None:
+        self.graph, self.quantizer = graph, quantizer
+        self._last: tuple[str, Quantized] | None = None
+
+    def of(
+        self, weight: ir.Value, *, flat: bool = False
+    ) -> tuple[ir.Value, ir.Value, ir.Value | None]:
+        """`flat` gives codes as a table [out, bytes]: the same bytes as [out, blocks, blob]."""
+        fmt, name = self.quantizer.format, str(weight.name)
+        rows, features = shape(weight)
+        blocks = fmt.blocks(features)
+        code_shape = (rows, blocks * fmt.blob_bytes) if flat else (rows, blocks, fmt.blob_bytes)
+        suffix = ".table" if flat else ""
+        u8, f32 = ir.DataType.UINT8, ir.DataType.FLOAT
+        codes = lazy(
+            self.graph,
+            f"{name}.codes{suffix}",
+            lambda: self._made(weight).codes.reshape(code_shape),
+            u8,
+            code_shape,
+        )
+        if flat:  # the same bytes as the product's codes: external data stores them once
+            codes.metadata_props["outrider.same_bytes_as"] = f"{name}.codes"
+        scales = lazy(
+            self.graph, f"{name}.scales", lambda: self._made(weight).scales, f32, (rows, blocks)
+        )
+        if fmt.symmetric:
+            return codes, scales, None
+        zero_shape = (rows, fmt.zero_point_bytes(features))
+        zeros = lazy(
+            self.graph, f"{name}.zeros", lambda: self._made(weight).zero_points, u8, zero_shape
+        )
+        return codes, scales, zeros
+
+    def _made(self, weight: ir.Value) -> Quantized:
+        name = str(weight.name)
+        if self._last is None or self._last[0] != name:
+            self._last = None  # let the previous weight go before the next one is made
+            self._last = (name, self.quantizer.quantize(array(weight), name))
+        return self._last[1]

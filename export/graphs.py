@@ -1,0 +1,121 @@
+"""From an open checkpoint to a written backend graph: trace, bind, lower, save.
+
+    checkpoint ─ trace ─▶ portable ─ lower ─▶ backend graph ─ quantized as it is written ─▶ onnx/
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+from transformers import PretrainedConfig
+
+from engines.external_data import WeightStore, save
+from engines.onnxruntime.lowering import lower
+from runtime.contract import CacheSpec
+
+from .accept_graph import accept_model
+from .checkpoint import Checkpoint
+from .draft import Draft
+from .draft_tail import append_draft_sampling
+from .names import match_names
+from .portable import bind_weights, fix_num_logits, make_portable, weight_shapes
+from .precision import Precision
+from .trace import cache_spec, trace_decoder
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrittenGraph:
+    cache: CacheSpec
+    vocab_size: int
+    rounded: frozenset[str]  # checkpoint names of the weights that were quantized
+
+
+def write_target(
+    checkpoint: Checkpoint, precision: Precision, max_context: int, store: WeightStore
+) -> WrittenGraph:
+    """Trace, lower and write `target.onnx`; weights are read and written one at a time."""
+    model = _bound(checkpoint, max_context, head_rows=None)
+    lower(model, precision.quantizer())
+    rounded = _rounded(model)
+    save(model, "target", store, share=_shared_name(checkpoint, precision))
+    return WrittenGraph(
+        cache=cache_spec(checkpoint.config, max_context),
+        vocab_size=checkpoint.config.vocab_size,
+        rounded=rounded,
+    )
+
+
+def write_draft(
+    draft: Draft, precision: Precision, max_context: int, store: WeightStore
+) -> WrittenGraph:
+    """The same for `draft.onnx`, with sampling inside; a shared embedding isn't written again."""
+    checkpoint = draft.checkpoint
+    head_rows = draft.vocab_size if draft.d2t is not None else None
+    model = _bound(checkpoint, max_context, head_rows=head_rows)
+    fix_num_logits(model, 1)
+    lower(model, precision.quantizer())
+    append_draft_sampling(model, draft.d2t)
+    rounded = _rounded(model)
+    save(model, "draft", store, share=_shared_name(checkpoint, precision))
+    return WrittenGraph(
+        cache=cache_spec(checkpoint.config, max_context),
+        vocab_size=draft.vocab_size,
+        rounded=rounded,
+    )
+
+
+def write_accept(
+    vocab_size: int, draft_vocab_size: int | None, d2t: np.ndarray | None, store: WeightStore
+) -> None:
+    save(accept_model(vocab_size, d2t, draft_vocab_size=draft_vocab_size), "accept", store)
+
+
+def _bound(checkpoint: Checkpoint, max_context: int, head_rows: int | None) -> ir.Model:
+    config: PretrainedConfig = checkpoint.config
+    model = make_portable(trace_decoder(config, max_context, head_rows=head_rows))
+    names = match_names(checkpoint, weight_shapes(model))
+    bind_weights(model, checkpoint.load, names)
+    return model
+
+
+def _rounded(model: ir.Model) -> frozenset[str]:
+    """Weights behind `….codes` initializers; joined ones are named `a+b`."""
+    codes = [n for n in model.graph.initializers if n.endswith((".codes", ".codes.table"))]
+    joined = [n.removesuffix(".table").removesuffix(".codes") for n in codes]
+    return frozenset(name for names in joined for name in names.split("+"))
+
+
+def _shared_name(
+    checkpoint: Checkpoint, precision: Precision
+) -> Callable[[str], str | None]:
+    """A key that is equal for equal bytes in two graphs of a bundle: the embedding's."""
+    embedding = checkpoint.find("model.embed_tokens.weight")
+    if embedding is None:
+        return lambda _: None
+    names = {"model.embed_tokens.weight", "lm_head.weight"}
+    stored = checkpoint.stored(embedding)
+
+    def share(name: str) -> str | None:
+        base, _, part = name.partition(".weight")
+        weight = base + ".weight"
+        if weight not in names or checkpoint.find(weight) is None:
+            return None
+        if checkpoint.stored(checkpoint.find(weight) or weight) != stored:
+            return None
+        return f"{_origin(checkpoint, stored)}:{precision.name}:{part.removesuffix('.table')}"
+
+    return share
+
+
+def _origin(checkpoint: Checkpoint, stored: str) -> str:
+    """The embedding's home: the lender's name for a draft that borrows it."""
+    borrowed = getattr(checkpoint.tensors, "borrowed", {})
+    return f"embedding:{borrowed.get(stored, stored)}"

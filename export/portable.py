@@ -1,0 +1,101 @@
+"""From the exporter's raw graph to the portable one: simplified, with weights still to come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import onnx_ir as ir
+import onnx_ir.passes.common as common
+from onnxscript.optimizer import optimize_ir
+from onnxscript.rewriter import pattern, rewrite
+
+from engines.weights import lazy
+from runtime.errors import BuildError
+
+
+def make_portable(model: ir.Model) -> ir.Model:
+    """Simplify a traced graph while its weights are only names, and give it `num_logits`.
+
+    Weights have no value yet, so the library's constant folding cannot touch them.
+    """
+    optimize_ir(model, input_size_limit=4096, output_size_limit=16384)
+    common.CommonSubexpressionEliminationPass()(model)
+    rewrite(model, pattern_rewrite_rules=[_rows_to_gather])
+    _last_rows(model)
+    common.RemoveUnusedNodesPass()(model)
+    return model
+
+
+def _gather_nd(op, hidden, rows, axes):  # type: ignore[no-untyped-def]
+    moved = op.Transpose(hidden, perm=[1, 0, 2])
+    picked = op.GatherND(moved, op.Unsqueeze(rows, axes), batch_dims=0)
+    return op.Transpose(picked, perm=[1, 0, 2])
+
+
+def _gather(op, hidden, rows, axes):  # type: ignore[no-untyped-def]
+    return op.Gather(hidden, rows, axis=1)
+
+
+_rows_to_gather = pattern.RewriteRule(_gather_nd, _gather)
+
+
+def _last_rows(model: ir.Model) -> None:
+    """Replace `logit_rows` by the last `num_logits` query rows: the contract's input is a count."""
+    graph = model.graph
+    inputs = {v.name: v for v in graph.inputs}
+    rows = inputs.get("logit_rows")
+    if rows is None:
+        raise BuildError("trace: received no logit_rows input. Expected one; retrace.")
+    count = ir.val("num_logits", ir.DataType.INT64, [])
+    one = ir.node("Constant", [], {"value": ir.tensor(np.array(1, np.int64))})
+    shape = ir.node("Shape", [inputs["input_ids"]], {"start": 1, "end": 2})
+    axes = ir.node("Constant", [], {"value": ir.tensor(np.array([0], np.int64))})
+    length = ir.node("Squeeze", [shape.outputs[0], axes.outputs[0]])
+    start = ir.node("Sub", [length.outputs[0], count])
+    span = ir.node("Range", [start.outputs[0], length.outputs[0], one.outputs[0]])
+    span.outputs[0].shape = rows.shape
+    span.outputs[0].type = rows.type
+    graph.insert_before(graph[0], [one, shape, axes, length, start, span])
+    rows.replace_all_uses_with(span.outputs[0])
+    graph.inputs[list(graph.inputs).index(rows)] = count
+
+
+def bind_weights(
+    model: ir.Model, load: Callable[[str], np.ndarray], names: dict[str, str] | None = None
+) -> None:
+    """Give every weight of the graph its maker: `load(checkpoint name) -> [shape] f32`."""
+    for value in list(model.graph.initializers.values()):
+        if value.const_value is not None:
+            continue
+        name = str(value.name)
+        source = (names or {}).get(name, name)
+        assert value.shape is not None
+        shape = tuple(int(d) for d in value.shape)  # type: ignore[call-overload]
+        del model.graph.initializers[name]
+        bound = lazy(
+            model.graph, name, lambda s=source: load(s), ir.DataType.FLOAT, shape  # type: ignore[misc]
+        )
+        value.replace_all_uses_with(bound)
+
+
+def weight_shapes(model: ir.Model) -> dict[str, tuple[int, ...]]:
+    """Weights that the graph expects from a checkpoint: name → shape."""
+    return {
+        str(v.name): tuple(int(d) for d in v.shape)  # type: ignore[union-attr,call-overload]
+        for v in model.graph.initializers.values()
+        if v.const_value is None
+    }
+
+
+def fix_num_logits(model: ir.Model, rows: int) -> None:
+    """Bake the number of projected rows in and take the input away: a draft step projects one."""
+    graph = model.graph
+    (count,) = [v for v in graph.inputs if v.name == "num_logits"]
+    node = ir.node("Constant", [], {"value": ir.tensor(np.array(rows, np.int64))})
+    graph.insert_before(graph[0], node)
+    count.replace_all_uses_with(node.outputs[0])
+    graph.inputs.remove(count)
+    logits = next(v for v in graph.outputs if v.name == "logits")
+    assert logits.shape is not None
+    logits.shape = ir.Shape([logits.shape[0], rows, logits.shape[2]])

@@ -1,0 +1,85 @@
+"""Where a checkpoint's tensors come from: one tensor at a time, never the whole model.
+
+Every source (safetensors files, a GGUF file, a draft that borrows its target's embedding) answers
+the same few questions, so the rest of the exporter does not know which one it reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from runtime.errors import CheckpointError
+
+
+class TensorStore(Protocol):
+    """Named tensors on disk. Unknown names raise CheckpointError."""
+
+    def names(self) -> frozenset[str]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def dtype(self, name: str) -> str:
+        """As stored: a numpy name, `bfloat16` or a GGUF type such as `Q4_1`."""
+        ...
+
+    def load(self, name: str) -> np.ndarray:
+        """The tensor as an array of its own: float32, or integers and bools as stored."""
+        ...
+
+    def sha256(self) -> str:
+        """Digest of the configuration and the weights, read in chunks."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class BorrowingStore:
+    """A store in which some names resolve to another store's tensors."""
+
+    own: TensorStore
+    lender: TensorStore
+    borrowed: Mapping[str, str]  # name here → name at the lender
+    hidden: frozenset[str] = frozenset()  # names of `own` that are not parameters
+
+    def names(self) -> frozenset[str]:
+        return (self.own.names() - self.hidden) | self.borrowed.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        store, key = self._resolve(name)
+        return store.shape(key)
+
+    def dtype(self, name: str) -> str:
+        store, key = self._resolve(name)
+        return store.dtype(key)
+
+    def load(self, name: str) -> np.ndarray:
+        store, key = self._resolve(name)
+        return store.load(key)
+
+    def sha256(self) -> str:
+        """Of the own part; the lender has its own digest."""
+        return self.own.sha256()
+
+    def _resolve(self, name: str) -> tuple[TensorStore, str]:
+        if name in self.borrowed:
+            return self.lender, self.borrowed[name]
+        return self.own, name
+
+
+def read_exactly(path: Path, offset: int, count_bytes: int) -> np.ndarray:
+    """`count_bytes` of a file as uint8, read rather than mapped.
+
+    A mapped page counts as resident until the map goes, so a build that walks a mapped file would
+    hold the model after all.
+    """
+    raw = np.fromfile(path, dtype=np.uint8, count=count_bytes, offset=offset)
+    if raw.nbytes != count_bytes:
+        raise CheckpointError(
+            f"{path}: received {raw.nbytes} bytes at offset {offset}. Expected {count_bytes}; the "
+            "file is truncated or changed while it was read: download it again."
+        )
+    return raw

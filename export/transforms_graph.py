@@ -1,0 +1,162 @@
+"""Temperature, top-k, top-p and min-p as one threshold per row, never a sort of the vocabulary.
+
+Every transform keeps the tokens whose logit exceeds a *floor*, so a row's law needs only a few
+numbers beside its logits:
+
+    p(x) = [l(x) > floor] · exp((l(x) − peak) / T) / mass
+
+The floor is read off a short TopK list; a row that the list does not cover is searched over the
+whole vocabulary (`floor_search`) behind an If. The two are chosen per row, so what the neighbours
+of a row ask for never changes its law.
+
+What is kept follows Hugging Face's warpers, with one difference: tokens tied at the edge of top-p
+are all kept (the warper keeps those that its sort happens to put last). Ties at the edge of top-k
+are all kept in both. Further transforms (penalties, bias, masks) go in front: they change the
+logits that `transformed` reads, where −inf is a token of mass 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from .control_flow import Op, branch, f32
+from .floor_search import above, any_of, search
+from .sampling_inputs import Sampling
+
+LIST_TOKENS = 128  # TopK's cost grows with it; past 3,840 TensorRT builds no engine
+NOTHING, ALL = float("-inf"), float("inf")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Law:
+    """The transformed law of every row, as the numbers that define it: [batch, rows, 1] each."""
+
+    sampling: Sampling
+    best: ir.Value  # int64: argmax, ties to the lowest id
+    peak: ir.Value  # f32: the largest logit
+    floor: ir.Value  # f32: tokens above it are kept
+    mass: ir.Value  # f32: sum of the kept weights
+
+    def p(self, op: Op, logits: ir.Value) -> ir.Value:
+        """Probability of tokens, given their logits [batch, rows, n]."""
+        weights = self.sampling.weight(op, logits, self.peak)
+        return op.Div(op.Mul(weights, above(op, logits, self.floor)), self.mass)
+
+    def at_row(self, op: Op, row: ir.Value) -> Law:
+        """The law of one row of each sequence, row [batch, 1] int64: rows becomes 1."""
+        best, peak, floor, mass = (
+            pick_row(op, x, row) for x in (self.best, self.peak, self.floor, self.mass)
+        )
+        return Law(sampling=self.sampling, best=best, peak=peak, floor=floor, mass=mass)
+
+
+def pick_row(op: Op, x: ir.Value, row: ir.Value) -> ir.Value:
+    """x [batch, rows, n] at row [batch, 1] → [batch, 1, n]."""
+    return op.Unsqueeze(op.GatherND(x, row, batch_dims=1), [1])
+
+
+def transformed(
+    op: Op,
+    logits: ir.Value,  # [batch, rows, vocab] f32
+    sampling: Sampling,
+) -> Law:
+    """Law of every row after temperature → top-k → top-p → min-p → normalise."""
+    size = min(LIST_TOKENS, sampling.vocab)
+    values, ids = op.TopK(logits, [size], axis=-1, largest=1, sorted=1, _outputs=2)
+    peak, best = (op.Slice(x, [0], [1], [2]) for x in (values, ids))
+    law = _whole_list if size == sampling.vocab else _list_or_search
+    floor, mass = law(op, logits, values, peak, sampling)
+    return Law(sampling=sampling, best=best, peak=peak, floor=floor, mass=mass)
+
+
+def _whole_list(
+    op: Op, _: ir.Value, values: ir.Value, peak: ir.Value, sampling: Sampling
+) -> tuple[ir.Value, ir.Value]:
+    """The list is the whole vocabulary."""
+    everything = op.ReduceSum(sampling.weight(op, values, peak), [2])
+    floor, mass, _ = _from_list(op, values, peak, everything, sampling)
+    return floor, mass
+
+
+def _list_or_search(
+    op: Op, logits: ir.Value, values: ir.Value, peak: ir.Value, sampling: Sampling
+) -> tuple[ir.Value, ir.Value]:
+    """Read the whole vocabulary only where some row needs it."""
+    everything = _everything(op, logits, peak, sampling)
+    floor, mass, covered = _from_list(op, values, peak, everything, sampling)
+    missing = op.Not(op.Or(covered, sampling.greedy))
+
+    def searched(inner: Op) -> list[ir.Value]:
+        found = search(inner, logits, peak, missing, sampling)
+        return [inner.Where(missing, f, x) for f, x in zip(found, (floor, mass), strict=True)]
+
+    def listed(_: Op) -> list[ir.Value]:
+        return [floor, mass]
+
+    edge = f32("batch", None, 1)
+    chosen = branch(op, any_of(op, missing), searched, listed, [edge, edge])
+    return chosen[0], chosen[1]
+
+
+def _everything(op: Op, logits: ir.Value, peak: ir.Value, sampling: Sampling) -> ir.Value:
+    """Weight of the whole vocabulary, where a row without top-k needs it: [batch, rows, 1]."""
+
+    def total(inner: Op) -> list[ir.Value]:
+        return [inner.ReduceSum(sampling.weight(inner, logits, peak), [2])]
+
+    wanted = any_of(op, op.Not(op.Or(sampling.cut_by_top_k(op), sampling.greedy)))
+    (mass,) = branch(op, wanted, total, lambda _: [peak], [f32("batch", None, 1)])
+    return mass
+
+
+def _from_list(
+    op: Op,
+    values: ir.Value,  # [batch, rows, n] f32, the largest logits in falling order
+    peak: ir.Value,  # [batch, rows, 1] f32
+    everything: ir.Value,  # [batch, rows, 1] f32, read in rows without top-k only
+    sampling: Sampling,
+) -> tuple[ir.Value, ir.Value, ir.Value]:  # [batch, rows, 1] f32, f32, bool
+    """Floor and mass as the list shows them, and whether it shows enough to be right."""
+    weights = sampling.weight(op, values, peak)
+    in_top_k, top_k_ends = _kept_by_top_k(op, values, weights, sampling)
+    top_k_mass = op.ReduceSum(op.Mul(weights, op.Cast(in_top_k, to=ir.DataType.FLOAT)), [2])
+    top_k_mass = op.Where(sampling.cut_by_top_k(op), top_k_mass, everything)
+    in_top_p = _kept_by_top_p(op, weights, top_k_mass, sampling)
+    in_min_p = op.GreaterOrEqual(weights, sampling.min_p)
+    chosen = op.And(in_top_k, op.And(in_top_p, in_min_p))
+    kept = op.GreaterOrEqual(values, _lowest(op, values, chosen))  # ties with the last one too
+    floor = op.ReduceMax(op.Where(kept, NOTHING, values), [2])
+    mass = op.ReduceSum(op.Mul(weights, op.Cast(kept, to=ir.DataType.FLOAT)), [2])
+    uncut = sampling.uncut(op)
+    covered = op.Or(uncut, op.And(top_k_ends, _ends(op, kept, weights)))
+    return op.Where(uncut, NOTHING, floor), op.Where(uncut, everything, mass), covered
+
+
+def _kept_by_top_k(
+    op: Op, values: ir.Value, weights: ir.Value, sampling: Sampling
+) -> tuple[ir.Value, ir.Value]:
+    """[batch, rows, n] kept, and [batch, rows, 1] whether tokens beyond the list are all cut."""
+    size = min(LIST_TOKENS, sampling.vocab)
+    ranks = op.initializer(ir.tensor(np.arange(size), name="ranks"))
+    kept = op.GreaterOrEqual(values, _lowest(op, values, op.Less(ranks, sampling.top_k)))
+    return kept, op.Or(op.Not(sampling.cut_by_top_k(op)), _ends(op, kept, weights))
+
+
+def _kept_by_top_p(op: Op, weights: ir.Value, mass: ir.Value, sampling: Sampling) -> ir.Value:
+    """Tokens with less than top_p of the mass in front of them."""
+    ahead = op.CumSum(weights, 2, exclusive=1)
+    within = op.Less(ahead, op.Mul(sampling.top_p, mass))
+    return op.Or(within, op.Not(sampling.cut_by_top_p(op)))
+
+
+def _lowest(op: Op, values: ir.Value, chosen: ir.Value) -> ir.Value:
+    return op.ReduceMin(op.Where(chosen, values, ALL), [2])
+
+
+def _ends(op: Op, kept: ir.Value, weights: ir.Value) -> ir.Value:
+    """Whether nothing of weight can be kept beyond the list: its last token is cut or weighs 0."""
+    last_kept, last_weight = (op.Slice(x, [-1], [2**31], [2]) for x in (kept, weights))
+    return op.Or(op.Not(last_kept), op.LessOrEqual(last_weight, 0.0))

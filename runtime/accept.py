@@ -1,0 +1,41 @@
+"""The acceptance step, prebound for every draft length; the decision itself is in the graph.
+
+Leviathan et al. 2023, algorithm 1: accept x_i while u_i q(x_i) < p(x_i); at the first rejection
+draw from norm(max(p - q, 0)), after k accepts from p_{k+1}.
+"""
+
+from __future__ import annotations
+
+from .buffers import Array, RoundBuffers
+from .executor import Call, Executor
+
+
+class AcceptStep:
+    """Reads the round buffers, decides, and writes num_accepted, next_token and new_lengths."""
+
+    def __init__(self, executor: Executor, buffers: RoundBuffers) -> None:
+        self._executor = executor
+        self._buffers = buffers
+        self._calls = [self._bind(k) for k in range(buffers.max_draft_tokens + 1)]
+
+    def decide(self, k: int) -> float:
+        """Accept a prefix of the k drafts and draw one more token; k = 0 only draws."""
+        return self._calls[k].run()
+
+    def _bind(self, k: int) -> Call:
+        b = self._buffers
+        inputs: dict[str, Array] = {
+            "logits": b.logits[:, : k + 1],
+            "draft_tokens": b.drafts(k),
+            "draft_probs": b.draft_probs[:, :k],
+            "accept_uniforms": b.accept_uniforms[:, :k],
+            "draw_uniforms": b.draw_uniforms[:, : k + 1],
+            "past_lengths": b.target_lengths,
+            **b.sampling,
+        }
+        outputs = {
+            "num_accepted": b.num_accepted,
+            "next_token": b.next_token,
+            "new_lengths": b.new_lengths,
+        }
+        return self._executor.bind(inputs, outputs)

@@ -1,0 +1,126 @@
+"""A draft model as drafter: k prebound steps, each feeding the next without a copy on the host.
+
+Invariant: the draft cache holds rows of committed tokens only, a run of them that ends where
+`length` says. Between rounds that is all committed tokens but the last, one fewer after a full
+accept (the last draft was never read), and any number fewer after rounds that did not draft;
+`propose` catches up first. A draft far behind, or at its cache's end, starts anew from the last
+`WINDOW` tokens: any q is exact as long as it is what was sampled from, and reading a long prompt
+for a few drafts doesn't pay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .buffers import RoundBuffers
+from .contract import CacheSpec
+from .executor import Call, Executor, cache_buffers
+
+WINDOW = 128  # most tokens that are read to catch up, in one call
+
+
+class DraftModel:
+    """The draft graph over its own cache and the shared round buffers."""
+
+    def __init__(self, executor: Executor, cache: CacheSpec, buffers: RoundBuffers) -> None:
+        self._executor = executor
+        self._buffers = buffers
+        self._max_context = cache.max_context
+        self._window = min(WINDOW, cache.max_context // 2)
+        self._base = 0  # index in the sequence of the token in the cache's first row
+        self._caches = cache_buffers(cache.past(), cache.shape(1))
+        names = zip(cache.past(), cache.present(), strict=True)
+        self._present = {present.name: self._caches[past.name] for past, present in names}
+        self._chunk = np.zeros((1, self._window), np.int64)
+        self._unused_token = np.zeros((1, 1), np.int64)
+        self._unused_probs = np.zeros((1, 1, buffers.draft_probs.shape[2]), np.float32)
+        self._catch_up_calls: dict[int, Call] = {}
+        steps = range(buffers.max_draft_tokens)
+        self._steps = [self._bind_step(i, buffers.block[:, i + 1 : i + 2]) for i in steps]
+        # The first step after a full accept reads two tokens: the one it lacks and the last.
+        self._first_of_two = self._bind_step(0, buffers.block[:, :2])
+
+    @property
+    def length(self) -> int:
+        return self._base + int(self._buffers.draft_lengths[0])
+
+    def room(self) -> int:
+        """Behind a full window k drafts write k - 1 more rows."""
+        return self._max_context - self._window + 1
+
+    def unread(self, committed: int) -> int:
+        return min(committed - self.length, self._window)
+
+    def rollback(self, length: int) -> None:
+        if length < self._base:
+            self._restart(0)
+        elif length < self.length:
+            self._buffers.draft_lengths[0] = length - self._base
+
+    def propose(self, tokens: Sequence[int], k: int) -> float:
+        """x_1 … x_k ~ q, behind the committed `tokens`."""
+        self._make_room(len(tokens), k)
+        seconds = self._catch_up(tokens[self.length : -2])
+        unread = len(tokens) - self.length
+        seconds += (self._first_of_two if unread == 2 else self._steps[0]).run()
+        lengths = self._buffers.draft_lengths
+        lengths[0] += unread
+        for step in self._steps[1:k]:
+            seconds += step.run()
+            lengths[0] += 1
+        return seconds
+
+    def _make_room(self, committed: int, k: int) -> None:
+        far_behind = committed - self.length > self._window
+        full = committed - self._base + k - 1 > self._max_context
+        if far_behind or full:
+            self._restart(max(0, committed - self._window))
+
+    def _restart(self, base: int) -> None:
+        self._base = base
+        self._buffers.draft_lengths[0] = 0
+
+    def _catch_up(self, tokens: Sequence[int]) -> float:
+        """Read all but the last two tokens, whose step follows."""
+        count = len(tokens)
+        if not count:
+            return 0.0
+        call = self._catch_up_calls.get(count)
+        if call is None:
+            outputs = (self._unused_token, self._unused_probs)
+            call = self._bind(self._chunk[:, :count], np.zeros((1,), np.float32), *outputs)
+            self._catch_up_calls[count] = call
+        self._chunk[0, :count] = tokens
+        seconds = call.run()
+        self._buffers.draft_lengths[0] += count
+        return seconds
+
+    def _bind_step(self, step: int, input_ids: NDArray[Any]) -> Call:
+        buffers = self._buffers
+        return self._bind(
+            input_ids,
+            buffers.draft_uniforms[step : step + 1],
+            buffers.block[:, step + 2 : step + 3],
+            buffers.draft_probs[:, step : step + 1],
+        )
+
+    def _bind(
+        self,
+        input_ids: NDArray[Any],
+        uniform: NDArray[Any],
+        token: NDArray[Any],
+        probs: NDArray[Any],
+    ) -> Call:
+        inputs = {
+            "input_ids": input_ids,
+            "past_lengths": self._buffers.draft_lengths,
+            "draft_uniforms": uniform,
+            **self._buffers.sampling,
+            **self._caches,
+        }
+        outputs = {"draft_token": token, "draft_step_probs": probs, **self._present}
+        return self._executor.bind(inputs, outputs)

@@ -1,0 +1,29 @@
+"""What a round asks of a drafter; a draft model is one, lookup or a head may be others.
+
+Invariant: after `rollback(n)` nothing that the drafter holds stems from a token beyond the first n.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class Drafter(Protocol):
+    """Proposes tokens: writes k drafts and their rows of q into the shared round buffers."""
+
+    @property
+    def length(self) -> int:
+        """Committed tokens up to which the drafter has read."""
+
+    def room(self) -> int:
+        """The most tokens that it can draft in one round."""
+
+    def unread(self, committed: int) -> int:
+        """Tokens that it would read before drafting behind `committed` tokens; at least 1."""
+
+    def propose(self, tokens: Sequence[int], k: int) -> float:
+        """Draft k ≥ 1 tokens behind the committed `tokens`; returns seconds in the engine."""
+
+    def rollback(self, length: int) -> None:
+        """Forget everything beyond the first `length` tokens."""

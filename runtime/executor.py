@@ -1,0 +1,139 @@
+"""One ONNX Runtime session behind fixed buffers: load, bind once per shape, run many times.
+
+Knows nothing of speculation. Invariant: a `Call` reads and writes the arrays that it was bound to,
+by address, and keeps them alive; between runs only their contents change, nothing is allocated.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .contract import GraphSpec, TensorSpec, check_graph, check_tensor
+from .errors import EngineError
+
+if TYPE_CHECKING:
+    import onnxruntime
+
+Buffers = Mapping[str, NDArray[Any]]
+
+_NUMPY_NAMES = {
+    "tensor(float)": "float32",
+    "tensor(float16)": "float16",
+    "tensor(int64)": "int64",
+    "tensor(int32)": "int32",
+    "tensor(bool)": "bool",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """How a session uses the machine.
+
+    threads: None takes the cores this process may run on. spin: workers wait busily for the next
+    operator, which is fastest on an idle machine and very slow on a shared one.
+    """
+
+    threads: int | None = None
+    spin: bool = False
+
+    def resolved_threads(self) -> int:
+        return self.threads if self.threads is not None else len(os.sched_getaffinity(0))
+
+
+class Call:
+    """One graph prepared for one set of shapes; `run` returns the seconds it took."""
+
+    __slots__ = ("_arrays", "_binding", "_session", "_where")
+
+    def __init__(self, session: Any, binding: Any, arrays: Sequence[NDArray[Any]], where: str):
+        self._session = session
+        self._binding = binding
+        self._arrays = arrays  # bound by address: they must outlive the binding
+        self._where = where
+
+    def run(self) -> float:
+        start = perf_counter()
+        try:
+            self._session.run_with_iobinding(self._binding)
+        except RuntimeError as error:
+            raise EngineError(f"{self._where}: the engine failed while running: {error}") from error
+        return perf_counter() - start
+
+
+class Executor:
+    """A loaded graph whose signature was compared with the contract."""
+
+    def __init__(self, session: onnxruntime.InferenceSession, spec: GraphSpec, where: str) -> None:
+        self._session = session
+        self._spec = spec
+        self._where = where
+        #: sizes of the symbolic axes that the graph fixes, such as vocab
+        self.axes = check_graph(
+            spec, _signature(session.get_inputs()), _signature(session.get_outputs()), where
+        )
+
+    @classmethod
+    def load(cls, path: Path, spec: GraphSpec, options: EngineOptions) -> Executor:
+        """Open the graph at `path`; raises EngineError where it does not load or fit `spec`."""
+        import onnxruntime
+
+        try:
+            session = onnxruntime.InferenceSession(
+                path, _session_options(options), providers=["CPUExecutionProvider"]
+            )
+        except Exception as error:  # ONNX Runtime raises a dozen unrelated types
+            raise EngineError(f"{path.name}: ONNX Runtime refused the graph: {error}") from error
+        return cls(session, spec, path.name)
+
+    def bind(self, inputs: Buffers, outputs: Buffers) -> Call:
+        """Prepare one call; every array must be C-contiguous and fit the contract."""
+        axes: dict[str, int] = {}
+        binding = self._session.io_binding()
+        for spec in self._spec.inputs:
+            array = self._checked(spec, inputs, axes)
+            binding.bind_input(
+                spec.name, "cpu", 0, array.dtype, list(array.shape), array.ctypes.data
+            )
+        for spec in self._spec.outputs:
+            array = self._checked(spec, outputs, axes)
+            binding.bind_output(
+                spec.name, "cpu", 0, array.dtype, list(array.shape), array.ctypes.data
+            )
+        return Call(self._session, binding, [*inputs.values(), *outputs.values()], self._where)
+
+    def _checked(self, spec: TensorSpec, given: Buffers, axes: dict[str, int]) -> NDArray[Any]:
+        array = given.get(spec.name)
+        if array is None:
+            raise EngineError(f"{self._where}: no buffer was given for {spec.name}.")
+        check_tensor(spec, array.dtype.name, array.shape, axes)
+        if not array.flags.c_contiguous:
+            raise EngineError(f"{self._where}: the buffer of {spec.name} is not contiguous.")
+        return array
+
+
+def _session_options(options: EngineOptions) -> onnxruntime.SessionOptions:
+    import onnxruntime
+
+    result = onnxruntime.SessionOptions()
+    result.intra_op_num_threads = options.resolved_threads()
+    result.inter_op_num_threads = 1
+    result.log_severity_level = 3
+    result.add_session_config_entry("session.intra_op.allow_spinning", str(int(options.spin)))
+    return result
+
+
+def _signature(arguments: Sequence[Any]) -> dict[str, tuple[str, Sequence[object]]]:
+    return {a.name: (_NUMPY_NAMES.get(a.type, a.type), a.shape) for a in arguments}
+
+
+def cache_buffers(specs: Sequence[TensorSpec], shape: tuple[int, ...]) -> dict[str, NDArray[Any]]:
+    """Zeroed cache arrays by name; bind them as past and as present to update them in place."""
+    return {spec.name: np.zeros(shape, spec.dtype) for spec in specs}

@@ -1,0 +1,114 @@
+"""One request in progress: plans rounds, commits their tokens, and tells what to emit.
+
+Invariant: when a step returns, and after `close`, both caches are as a clean run over the
+committed tokens would have left them, wherever the round was cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter
+
+from .detokenizer import Detokenizer
+from .planner import Planner
+from .request import Request
+from .round import Outcome, Rounds
+from .sequence import FinishReason, Sequence
+from .stats import Stats
+from .stops import Committer, Ends
+from .text import Text
+from .uniforms import uniform_table
+
+OnRound = Callable[[Outcome], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """What one round added. Text may lag behind the tokens, never run ahead of them."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None  # on the last chunk
+
+
+class Generation:
+    """Steps from a checked request to its last token."""
+
+    def __init__(
+        self,
+        request: Request,
+        rounds: Rounds,
+        planner: Planner,
+        ends: Ends,
+        text: Text,
+        on_round: OnRound | None = None,
+    ) -> None:
+        self._rounds = rounds
+        self._planner = planner
+        self._ends = ends
+        self._on_round = on_round
+        self.sequence = Sequence(request.prompt)
+        self._committer = Committer(self.sequence, ends, Detokenizer(text, request.prompt))
+        self._uniforms = uniform_table(request.seed, ends.max_context + 1)
+        self.stats = Stats(
+            seed=request.seed,
+            max_draft_tokens=rounds.buffers.max_draft_tokens,
+            max_context=ends.max_context,
+            num_prompt_tokens=self.sequence.prompt_length,
+        )
+        rounds.buffers.set_sampling(request.params)
+
+    @property
+    def finished(self) -> bool:
+        return self.sequence.finish_reason is not None
+
+    def step(self) -> Chunk:
+        """The prompt and its first token, then a round a call."""
+        start = perf_counter()
+        first = self.sequence.num_generated == 0
+        outcome = self._prefill() if first else self._round()
+        token_ids, text = self._committer.commit(outcome.tokens)
+        self._settle()
+        seconds = perf_counter() - start
+        if first:
+            self.stats.prefilled(len(token_ids), seconds)
+        else:
+            self.stats.decoded(outcome, len(token_ids), seconds)
+            if self._on_round:
+                self._on_round(outcome)
+        return Chunk(text=text, token_ids=token_ids, finish_reason=self.sequence.finish_reason)
+
+    def close(self) -> None:
+        """End here: cancelled, unless it has ended already."""
+        if not self.finished:
+            self.sequence.finish_reason = FinishReason.CANCELLED
+        self._settle()
+
+    def _prefill(self) -> Outcome:
+        return self._rounds.prefill(self.sequence.tokens, self._uniforms)
+
+    def _round(self) -> Outcome:
+        k = self._choose()
+        outcome = self._rounds.run(self.sequence.tokens, k, self._uniforms)
+        self._planner.observe(k, outcome.num_accepted)
+        return outcome
+
+    def _choose(self) -> int:
+        """A round commits up to k + 1 tokens, none of them beyond the context."""
+        drafter = self._rounds.drafter
+        if drafter is None:
+            return 0
+        committed = len(self.sequence.tokens)
+        free = self._ends.max_context - committed - 1
+        room = min(self._rounds.buffers.max_draft_tokens, drafter.room(), free)
+        left = self._ends.max_tokens
+        remaining = None if left is None else left - self.sequence.num_generated
+        return self._planner.choose(max(0, room), drafter.unread(committed), remaining)
+
+    def _settle(self) -> None:
+        """Reconcile the caches to the committed tokens."""
+        self._rounds.rollback(len(self.sequence.tokens))
+        self.stats.target_rows = self._rounds.target.length
+        self.stats.draft_rows = self._rounds.drafter.length if self._rounds.drafter else 0
+        self.stats.finish_reason = self.sequence.finish_reason

@@ -1,0 +1,87 @@
+"""The door: what a request may ask of a bundle, checked before an engine is touched."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import InvalidRequest, LimitExceeded
+from .manifest import Manifest
+from .sampling import SamplingParams
+from .text import Text
+
+#: plain text, token ids, or chat messages for the model's own template
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A checked request: token ids within the vocabulary and the context, and a definite seed."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    num_draft_tokens: int | None
+
+    @classmethod
+    def admit(
+        cls,
+        prompt: Prompt,
+        params: SamplingParams,
+        num_draft_tokens: int | None,
+        manifest: Manifest,
+        text: Text,
+    ) -> Request:
+        """Raises InvalidRequest or LimitExceeded, naming the field and how to mend it."""
+        _check_draft_tokens(num_draft_tokens, manifest)
+        tokens = _tokens(prompt, text)
+        _check_tokens(tokens, manifest)
+        seed = secrets.randbits(64) if params.seed is None else params.seed
+        return cls(
+            prompt=tuple(tokens), params=params, seed=seed, num_draft_tokens=num_draft_tokens
+        )
+
+
+def _tokens(prompt: Prompt, text: Text) -> list[int]:
+    if isinstance(prompt, str):
+        return text.encode(prompt)
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+        raise InvalidRequest(
+            f"prompt: received {type(prompt).__name__}. Expected text, token ids or messages."
+        )
+    if any(isinstance(item, Mapping) for item in prompt):
+        return text.encode_chat(prompt)  # type: ignore[arg-type]
+    return list(prompt)  # type: ignore[arg-type]
+
+
+def _check_tokens(tokens: list[int], manifest: Manifest) -> None:
+    if not tokens:
+        raise InvalidRequest("prompt: received no tokens. Expected at least one.")
+    vocab = manifest.target.vocab_size
+    for i, token in enumerate(tokens):
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab:
+            raise InvalidRequest(
+                f"prompt: token {i}: received {token!r}. Expected an integer from 0 to {vocab - 1}."
+            )
+    limit = manifest.limits.max_context
+    if len(tokens) >= limit:
+        what = "prompt tokens, with room for one more"
+        raise LimitExceeded(what, len(tokens) + 1, limit, "--max-context")
+
+
+def _check_draft_tokens(k: int | None, manifest: Manifest) -> None:
+    if k is None:
+        return
+    if not isinstance(k, int) or isinstance(k, bool) or k < 0:
+        raise InvalidRequest(
+            f"num_draft_tokens: received {k!r}. Expected an integer of at least 0, or None."
+        )
+    if k and manifest.draft is None:
+        raise InvalidRequest(
+            f"num_draft_tokens: received {k}. Expected 0: this bundle has no draft; rebuild it "
+            "with --draft."
+        )
+    if k > manifest.limits.max_draft_tokens:
+        raise LimitExceeded("num_draft_tokens", k, manifest.limits.max_draft_tokens, "-k")

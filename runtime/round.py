@@ -1,0 +1,110 @@
+"""One round: draft k tokens, verify k + 1 rows, accept a prefix, draw one more.
+
+Invariant, between rounds: with C tokens committed the target cache holds C - 1 rows, the last
+token being the next query; the drafter has read C - 1 tokens, one fewer after a full accept, and
+any number fewer after rounds with k = 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from numpy.typing import NDArray
+
+from .accept import AcceptStep
+from .buffers import RoundBuffers
+from .drafter import Drafter
+from .target import PREFILL_CHUNK, TargetStep
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What one round decided, and the seconds that its engine calls took."""
+
+    num_drafted: int
+    num_accepted: int
+    tokens: tuple[int, ...]  # the accepted drafts, then the recovered or bonus token
+    draft_s: float
+    verify_s: float
+    accept_s: float
+
+
+class Rounds:
+    """The three steps over one set of buffers: all state of a sequence but its tokens."""
+
+    def __init__(
+        self,
+        buffers: RoundBuffers,
+        target: TargetStep,
+        drafter: Drafter | None,
+        accept: AcceptStep,
+    ) -> None:
+        self.buffers = buffers
+        self.target = target
+        self.drafter = drafter
+        self.accept = accept
+        self._prefilled: list[int] = []  # tokens of the rows that prefill wrote, for reuse
+
+    def run(self, tokens: list[int], k: int, uniforms: NDArray[Any]) -> Outcome:
+        """One round behind the committed `tokens`; the caches follow, `tokens` are the caller's."""
+        self.buffers.set_last(tokens)
+        self.buffers.set_uniforms(uniforms, len(tokens), k)
+        draft_s = self.drafter.propose(tokens, k) if self.drafter and k else 0.0
+        verify_s = self.target.verify(k + 1)
+        return self._accepted(k, draft_s, verify_s)
+
+    def prefill(self, tokens: list[int], uniforms: NDArray[Any]) -> Outcome:
+        """Read a prompt in chunks and draw its first token from the last row."""
+        seconds, start = 0.0, self._begin(tokens)
+        while start < len(tokens):
+            chunk = tokens[start : start + PREFILL_CHUNK]
+            seconds += self.target.prefill(chunk)
+            self._prefilled += chunk
+            start += len(chunk)
+        self.target.length -= 1  # accept counts the last query row itself
+        self.buffers.set_uniforms(uniforms, len(tokens), 0)
+        return self._accepted(0, 0.0, seconds)
+
+    def rollback(self, committed: int) -> None:
+        """Leave both caches as a run that committed this many tokens would have."""
+        self.target.length = min(self.target.length, committed - 1)
+        if self.drafter:
+            self.drafter.rollback(committed - 1)
+
+    def _accepted(self, k: int, draft_s: float, verify_s: float) -> Outcome:
+        accept_s = self.accept.decide(k)
+        b = self.buffers
+        accepted = int(b.num_accepted[0])
+        b.target_lengths[0] = b.new_lengths[0]
+        if self.drafter:
+            self.drafter.rollback(int(b.new_lengths[0]))
+        return Outcome(
+            num_drafted=k,
+            num_accepted=accepted,
+            tokens=(*b.block[0, 2 : 2 + accepted].tolist(), int(b.next_token[0])),
+            draft_s=draft_s,
+            verify_s=verify_s,
+            accept_s=accept_s,
+        )
+
+    def _begin(self, tokens: list[int]) -> int:
+        """Set lengths for a new prompt; returns how many of its rows are there already.
+
+        Only whole chunks that an earlier prefill wrote are kept, the last prompt row never: so
+        every row comes from the same call with the same shapes as in a clean run, bit for bit.
+        """
+        common = _common_prefix(self._prefilled, tokens[:-1])
+        kept = common // PREFILL_CHUNK * PREFILL_CHUNK
+        del self._prefilled[kept:]
+        self.target.length = kept
+        if self.drafter:
+            self.drafter.rollback(0)
+        return kept
+
+
+def _common_prefix(a: list[int], b: list[int]) -> int:
+    for i, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return i
+    return min(len(a), len(b))

@@ -1,0 +1,68 @@
+"""The target's prebound step: prefill, plain decoding and verification through one graph.
+
+Invariant: `length` rows of the cache are valid and belong to committed tokens; rows beyond it are
+never read. Rollback is a smaller length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .buffers import RoundBuffers
+from .contract import CacheSpec
+from .executor import Call, Executor, cache_buffers
+
+PREFILL_CHUNK = 128  # rows a call: enough to amortise the weights, small enough to cancel soon
+
+
+class TargetStep:
+    """The target graph over its own cache and the shared round buffers."""
+
+    def __init__(self, executor: Executor, cache: CacheSpec, buffers: RoundBuffers) -> None:
+        self._executor = executor
+        self._buffers = buffers
+        self._caches = cache_buffers(cache.past(), cache.shape(1))
+        names = zip(cache.past(), cache.present(), strict=True)
+        self._present = {present.name: self._caches[past.name] for past, present in names}
+        self._chunk = np.zeros((1, PREFILL_CHUNK), np.int64)
+        self._calls: dict[tuple[int, int], Call] = {}
+        self._verify = [
+            self._bind(buffers.query(rows), rows) for rows in range(1, buffers.max_draft_tokens + 2)
+        ]
+
+    @property
+    def length(self) -> int:
+        return int(self._buffers.target_lengths[0])
+
+    @length.setter
+    def length(self, rows: int) -> None:
+        self._buffers.target_lengths[0] = rows
+
+    def verify(self, rows: int) -> float:
+        """Logits of the last committed token and the drafts behind it: `rows` rows, one pass."""
+        return self._verify[rows - 1].run()
+
+    def prefill(self, tokens: Sequence[int]) -> float:
+        """Append `tokens` (at most a chunk) to the cache; logits[0, 0] is the last one's row."""
+        count = len(tokens)
+        call = self._calls.get((count, 1))
+        if call is None:
+            call = self._calls[count, 1] = self._bind(self._chunk[:, :count], 1)
+        self._chunk[0, :count] = tokens
+        seconds = call.run()
+        self.length += count
+        return seconds
+
+    def _bind(self, input_ids: NDArray[Any], num_logits: int) -> Call:
+        inputs = {
+            "input_ids": input_ids,
+            "past_lengths": self._buffers.target_lengths,
+            "num_logits": np.array(num_logits, np.int64),
+            **self._caches,
+        }
+        logits = self._buffers.logits[:, :num_logits]
+        return self._executor.bind(inputs, {"logits": logits, **self._present})

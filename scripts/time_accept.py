@@ -1,0 +1,146 @@
+"""What one accept call and one draft tail cost on this machine: medians and quartiles in ms.
+
+    python scripts/time_accept.py --vocab 49152 --draft-vocab 6144 -k 4
+
+All cases take turns, so that a busy moment of the machine falls on every one of them alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from export.accept_graph import accept_model
+from export.draft_tail import append_draft_sampling
+
+Feed = dict[str, np.ndarray]
+
+CASES = {
+    "greedy": {"temperature": 0.0},
+    "T=1": {"temperature": 1.0},
+    "T=1 top-k 50": {"temperature": 1.0, "top_k": 50},
+    "T=0.7 top-k 50 top-p 0.95": {"temperature": 0.7, "top_k": 50, "top_p": 0.95},
+    "T=1 top-p 0.9 min-p 0.05": {"temperature": 1.0, "top_p": 0.9, "min_p": 0.05},
+    "T=3 top-p 0.99 (searched)": {"temperature": 3.0, "top_p": 0.99},
+}
+
+
+def main() -> None:
+    args = _arguments()
+    rng = np.random.default_rng(0)
+    accept = _session(accept_model(args.vocab, _d2t(args)), args.threads)
+    draft = _session(_draft_body(args.draft_vocab), args.threads)
+    runs = {}
+    for name, case in CASES.items():
+        runs[f"accept  {name}"] = (accept, _accept_feed(rng, args, case))
+        runs[f"draft   {name}"] = (draft, _draft_feed(rng, args, case))
+    print(
+        f"V={args.vocab} D={args.draft_vocab} k={args.k} batch={args.batch} {args.threads} threads"
+    )
+    for name, ms in _timed(runs, args.rounds).items():
+        low, mid, high = np.percentile(ms, [25, 50, 75])
+        print(f"{name:36s} median {mid:7.3f} ms   quartiles {low:.3f} to {high:.3f}")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--vocab", type=int, default=49_152)
+    parser.add_argument("--draft-vocab", type=int, default=6_144)
+    parser.add_argument("-k", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=101)
+    return parser.parse_args()
+
+
+def _d2t(args: argparse.Namespace) -> np.ndarray:
+    ids = np.sort(np.random.default_rng(1).permutation(args.vocab)[: args.draft_vocab])
+    return ids - np.arange(args.draft_vocab)
+
+
+def _session(model: ir.Model, threads: int) -> ort.InferenceSession:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    data = ir.to_proto(model).SerializeToString()
+    return ort.InferenceSession(data, options, providers=["CPUExecutionProvider"])
+
+
+def _draft_body(size: int) -> ir.Model:
+    """A body that costs nothing: its logits are an input."""
+    given = ir.val("body", dtype=ir.DataType.FLOAT, shape=["batch", 1, size])
+    node = ir.node("Identity", [given])
+    logits = node.outputs[0]
+    logits.name, logits.dtype, logits.shape = "logits", given.dtype, given.shape
+    graph = ir.Graph([given], [logits], nodes=[node], opset_imports={"": 24}, name="draft")
+    model = ir.Model(graph, ir_version=10)
+    append_draft_sampling(model)
+    return model
+
+
+def _logits(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    """Steep in the way of a language model: the top token near p = 0.5, a long tail."""
+    ranks = np.argsort(rng.random(shape), axis=-1)
+    noise = rng.normal(0, 0.3, shape)
+    return (-1.3 * np.log1p(ranks) + noise + 10).astype(np.float32)
+
+
+def _row(batch: int, case: dict[str, float]) -> Feed:
+    given = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | case
+    types = {"top_k": np.int64}
+    return {n: np.full(batch, v, types.get(n, np.float32)) for n, v in given.items()}
+
+
+def _accept_feed(
+    rng: np.random.Generator, args: argparse.Namespace, case: dict[str, float]
+) -> Feed:
+    b, k = args.batch, args.k
+    logits = _logits(rng, b, k + 1, args.vocab)
+    d2t = _d2t(args)
+    q = np.exp(logits[:, :k, d2t + np.arange(args.draft_vocab)])
+    q /= q.sum(-1, keepdims=True)
+    drafts = q.argmax(-1)
+    return {
+        "logits": logits,
+        "draft_tokens": drafts + d2t[drafts],
+        "draft_probs": q,
+        "accept_uniforms": rng.random((b, k), np.float32),
+        "draw_uniforms": rng.random((b, k + 1), np.float32),
+        "past_lengths": np.full(b, 7, np.int32),
+        **_row(b, case),
+    }
+
+
+def _draft_feed(rng: np.random.Generator, args: argparse.Namespace, case: dict[str, float]) -> Feed:
+    uniforms = rng.random(args.batch, np.float32)
+    body = _logits(rng, args.batch, 1, args.draft_vocab)
+    return {"body": body, "draft_uniforms": uniforms, **_row(args.batch, case)}
+
+
+def _timed(
+    runs: dict[str, tuple[ort.InferenceSession, Feed]], rounds: int
+) -> dict[str, list[float]]:
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, (session, feed) in runs.items():
+            bound = session.io_binding()
+            for key, value in feed.items():
+                bound.bind_cpu_input(key, value)
+            for output in session.get_outputs():
+                bound.bind_output(output.name)
+            session.run_with_iobinding(bound)  # threads awake, caches warm, as inside a round
+            start_s = time.perf_counter()
+            session.run_with_iobinding(bound)
+            times[name].append(1e3 * (time.perf_counter() - start_s))
+    return times
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""What every test runs under: no network, two threads, and markers that say why they skip."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+# Before anything imports an engine: both read these once, when they are loaded.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ.setdefault(_variable, "2")
+
+import pytest  # noqa: E402
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
+NO_MODEL = (
+    "the example model is not in build/models; run `python scripts/fetch_model.py build/models`, "
+    "or name it in OUTRIDER_EXAMPLE_GGUF"
+)
+NO_DEVICE = "no CUDA device: onnxruntime has no CUDAExecutionProvider here"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what this machine can't run, with the reason and the way to mend it."""
+    missing = {
+        "model": None if example_path() else pytest.mark.skip(reason=NO_MODEL),
+        "gpu": None if has_cuda() else pytest.mark.skip(reason=NO_DEVICE),
+    }
+    for item in items:
+        for marker, skip in missing.items():
+            if skip and item.get_closest_marker(marker):
+                item.add_marker(skip)
+
+
+def example_path() -> Path | None:
+    named = os.environ.get("OUTRIDER_EXAMPLE_GGUF")
+    path = Path(named) if named else ROOT / "build" / "models" / EXAMPLE_NAME
+    return path if path.is_file() else None
+
+
+def has_cuda() -> bool:
+    import onnxruntime
+
+    return "CUDAExecutionProvider" in onnxruntime.get_available_providers()
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The checkout."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def example_gguf() -> Path:
+    """The example model; tests that use it carry the marker `model`."""
+    path = example_path()
+    if path is None:
+        pytest.skip(NO_MODEL)
+    return path

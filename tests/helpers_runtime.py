@@ -1,0 +1,307 @@
+"""Tiny real models that obey the graph contracts, read through a real KV cache.
+
+A model's next-token logits are a row of a table, chosen by a hash over every valid cache row and
+its position: a wrong length, a wrong position or a stale row gives other tokens. The sums are of
+small integers, so that any split into calls gives the same bits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+from numpy.typing import NDArray
+from onnx import numpy_helper
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from export.accept_graph import accept_model
+from export.draft_tail import append_draft_sampling
+from runtime.contract import CacheSpec
+from runtime.manifest import SCHEMA, FileRecord, Limits, Manifest, ModelCard
+from runtime.reference import accept, draft_sample
+from runtime.sampling import SamplingParams
+from runtime.uniforms import ACCEPT, DRAFT, DRAW, uniform_table
+
+STATES = 61  # rows of a logit table
+
+_CACHED_STATE = """
+    ids = Cast <to = 1> (input_ids)
+    axes = Constant <value_ints = [1, 3]> ()
+    rows = Unsqueeze (ids, axes)
+    past64 = Cast <to = 7> (past_lengths)
+    present_key = TensorScatter <axis = 2> (past_key, rows, past64)
+    present_value = TensorScatter <axis = 2> (past_value, rows, past64)
+    one = Constant <value_int = 1> ()
+    zero = Constant <value_int = 0> ()
+    id_shape = Shape (input_ids)
+    query_len = Gather (id_shape, one)
+    cache_shape = Shape (present_key)
+    two = Constant <value_int = 2> ()
+    context = Gather (cache_shape, two)
+    queries = Range (zero, query_len, one)
+    columns = Range (zero, context, one)
+    row_index = Add (queries, past64)
+    minus = Constant <value_ints = [-1]> ()
+    row_column = Unsqueeze (row_index, minus)
+    seen = LessOrEqual (columns, row_column)
+    seen_f = Cast <to = 1> (seen)
+    eleven = Constant <value_int = 11> ()
+    three = Constant <value_int = 3> ()
+    tripled = Mul (columns, three)
+    weight = Mod (tripled, eleven)
+    shifted = Add (weight, one)
+    weight_f = Cast <to = 1> (shifted)
+    flat_shape = Constant <value_ints = [-1]> ()
+    keys = Reshape (present_key, flat_shape)
+    weighted = Mul (keys, weight_f)
+    sums = MatMul (seen_f, weighted)
+    sums64 = Cast <to = 7> (sums)
+    last = Reshape (input_ids, flat_shape)
+    last7 = Mul (last, eleven)
+    total = Add (sums64, last7)
+    states = Constant <value_int = 61> ()
+    state = Mod (total, states)
+"""
+
+_TARGET = """
+<ir_version: 10, opset_import: ["" : 24]>
+target (int64[batch, query_len] input_ids, int32[batch] past_lengths, int64 num_logits,
+        float[batch, 1, {context}, 1] past_key,
+        float[batch, 1, {context}, 1] past_value)
+    => (float[batch, num_logits, {vocab}] logits, float[batch, 1, {context}, 1] present_key,
+        float[batch, 1, {context}, 1] present_value)
+{{{state}
+    first = Sub (query_len, num_logits)
+    first1 = Reshape (first, flat_shape)
+    end1 = Reshape (query_len, flat_shape)
+    wanted = Slice (state, first1, end1)
+    rows_out = Gather (table, wanted)
+    axis0 = Constant <value_ints = [0]> ()
+    logits = Unsqueeze (rows_out, axis0)
+}}
+"""
+
+# onnx.parser takes no dots in a name
+_CACHE_NAMES = {
+    "past_key": "past_key_values.0.key",
+    "past_value": "past_key_values.0.value",
+    "present_key": "present.0.key",
+    "present_value": "present.0.value",
+}
+
+
+def _table_model(table: NDArray[Any], context: int) -> onnx.ModelProto:
+    text = _TARGET.format(context=context, vocab=table.shape[1], state=_CACHED_STATE)
+    model = onnx.parser.parse_model(text)
+    for node in model.graph.node:
+        for names in (node.input, node.output):
+            names[:] = [_CACHE_NAMES.get(name, name) for name in names]
+    for value in (*model.graph.input, *model.graph.output):
+        value.name = _CACHE_NAMES.get(value.name, value.name)
+    model.graph.initializer.append(numpy_helper.from_array(table, "table"))
+    onnx.checker.check_model(model)
+    return model
+
+
+def target_table(vocab: int, seed: int = 0, sharpness: float = 3.0) -> NDArray[Any]:
+    """[STATES, vocab] f32 logits."""
+    rng = np.random.default_rng(seed)
+    return (rng.standard_normal((STATES, vocab)) * sharpness).astype(np.float32)
+
+
+def near_table(table: NDArray[Any], noise: float, seed: int = 1) -> NDArray[Any]:
+    """A draft's table: like its target's, more or less."""
+    rng = np.random.default_rng(seed)
+    return table + (rng.standard_normal(table.shape) * noise).astype(np.float32)
+
+
+def save_target(path: Path, table: NDArray[Any], context: int) -> None:
+    onnx.save(_table_model(table, context), path)
+
+
+def save_draft(
+    path: Path, table: NDArray[Any], context: int, d2t: NDArray[Any] | None = None
+) -> None:
+    """The same kind of model, its last row sampled by the exporter's own tail."""
+    model = ir.serde.deserialize_model(_table_model(table, context))
+    _last_row_only(model)
+    append_draft_sampling(model, d2t)
+    ir.save(model, path)
+
+
+def _last_row_only(model: ir.Model) -> None:
+    """A draft projects its last row: num_logits is 1 and no input."""
+    (value,) = [v for v in model.graph.inputs if v.name == "num_logits"]
+    model.graph.inputs.remove(value)
+    one = ir.Value(name="one_logit", const_value=ir.tensor(np.array(1, np.int64)))
+    model.graph.initializers.add(one)
+    value.replace_all_uses_with(one)
+    (logits,) = [v for v in model.graph.outputs if v.name == "logits"]
+    logits.shape = ir.Shape(["batch", 1, logits.shape[2]])
+
+
+def byte_tokenizer(vocab: int) -> Tokenizer:
+    """One token a byte, so that a character may span tokens; then <eos>, <bos> and fillers.
+
+    vocab: 258 at least; id 0 … 255 in the order of the byte alphabet, eos is 256, bos 257.
+    """
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = [*alphabet, "<eos>", "<bos>", *(f"<extra{i}>" for i in range(vocab - 258))]
+    tokenizer = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in tokens[256:]])
+    return tokenizer
+
+
+EOS, BOS, VOCAB = 256, 257, 258
+
+CHAT_TEMPLATE = """{% for m in messages %}<bos>{{ m['role'] }}
+{{ m['content'] }}<eos>
+{% endfor %}
+{% if add_generation_prompt %}<bos>assistant
+{% endif %}"""
+
+
+def write_bundle(
+    path: Path,
+    table: NDArray[Any],
+    draft: NDArray[Any] | None,
+    *,
+    context: int = 96,
+    max_draft_tokens: int = 4,
+    eos: tuple[int, ...] = (EOS,),
+    latency: dict[str, Any] | None = None,
+    d2t: NDArray[Any] | None = None,
+) -> Path:
+    """A whole bundle on disk, as Decoder.load reads one."""
+    vocab = table.shape[1]
+    (path / "onnx").mkdir(parents=True)
+    save_target(path / "onnx" / "target.onnx", table, context)
+    ir.save(
+        accept_model(vocab, d2t, draft_vocab_size=None if draft is None else draft.shape[1]),
+        path / "onnx" / "accept.onnx",
+    )
+    if draft is not None:
+        save_draft(path / "onnx" / "draft.onnx", draft, context, d2t)
+    byte_tokenizer(max(vocab, VOCAB)).save(str(path / "tokenizer.json"))
+    (path / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    if d2t is not None:
+        np.save(path / "d2t.npy", d2t)
+    (path / "generation_config.json").write_text("{}")
+    limits = Limits(
+        max_batch=1,
+        max_context=context,
+        max_draft_tokens=max_draft_tokens if draft is not None else 0,
+    )
+    manifest = _manifest(path, vocab, None if draft is None else draft.shape[1], limits, eos)
+    (path / "manifest.json").write_text(manifest.to_json())
+    if latency:
+        (path / "reports").mkdir()
+        (path / "reports" / "latency.json").write_text(json.dumps(latency))
+    return path
+
+
+def _manifest(
+    path: Path, vocab: int, draft_vocab: int | None, limits: Limits, eos: tuple[int, ...]
+) -> Manifest:
+    files = {p.relative_to(path).as_posix(): _record(p) for p in path.rglob("*") if p.is_file()}
+    card = ModelCard(
+        name="tiny",
+        model_type="table",
+        revision="",
+        sha256="0" * 64,
+        parameters=STATES * vocab,
+        precision="fp32",
+        vocab_size=vocab,
+        cache=CacheSpec(layers=1, kv_heads=1, head_dim=1, max_context=limits.max_context),
+    )
+    return Manifest(
+        schema=SCHEMA,
+        versions={},
+        backend="onnxruntime",
+        target=card,
+        draft=replace(card, vocab_size=draft_vocab) if draft_vocab else None,
+        limits=limits,
+        eos_token_ids=eos,
+        bos_token_id=None,
+        tokenizer_sha256=files["tokenizer.json"].sha256,
+        gates=(),
+        files=files,
+    )
+
+
+def _record(path: Path) -> FileRecord:
+    data = path.read_bytes()
+    return FileRecord(sha256=hashlib.sha256(data).hexdigest(), bytes=len(data))
+
+
+def latency_report(*, row: float, draft: float, max_draft_tokens: int = 4) -> dict[str, Any]:
+    """A profile in units of one plain target step: `row` a verified row, `draft` a draft step."""
+    counts = range(1, max_draft_tokens + 2)
+    return {
+        "hardware": "none",
+        "versions": {},
+        "context": 64,
+        "verify_s": {str(n): 1 + row * (n - 1) for n in counts},
+        "draft_s": draft,
+        "draft_catch_up_s": draft * 1.1,
+        "accept_s": {str(n - 1): 0.0 for n in counts},
+        "overhead_s": 0.0,
+    }
+
+
+def logits_after(table: NDArray[Any], tokens: Sequence[int]) -> NDArray[Any]:
+    """[vocab] what a table model says behind `tokens`, in NumPy."""
+    weights = np.arange(len(tokens)) * 3 % 11 + 1
+    return table[(int(np.dot(tokens, weights)) + 11 * tokens[-1]) % STATES]
+
+
+def reference_greedy(table: NDArray[Any], prompt: Sequence[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(logits_after(table, tokens).argmax()))
+    return tokens[len(prompt) :]
+
+
+def reference_sampled(
+    target: NDArray[Any],
+    draft: NDArray[Any],
+    prompt: Sequence[int],
+    count: int,
+    k: int,
+    params: SamplingParams,
+    target_ids: NDArray[Any] | None = None,
+) -> list[int]:
+    """Speculative sampling in NumPy, from the definitions: the tokens that a Decoder must give."""
+    assert params.seed is not None
+    uniforms = uniform_table(params.seed, len(prompt) + count + k + 1)
+    tokens = list(prompt)
+    drafting = 0  # the first token comes from the prompt's own last row
+    while len(tokens) < len(prompt) + count:
+        start, q_rows = len(tokens), np.zeros((drafting, draft.shape[1]), np.float32)
+        drafts = list(tokens)
+        for i in range(drafting):
+            logits, uniform = logits_after(draft, drafts), uniforms[DRAFT, start + i]
+            token, q_rows[i], _ = draft_sample(logits, uniform, params, target_ids)
+            drafts.append(token)
+        rows = [logits_after(target, drafts[: start + i]) for i in range(drafting + 1)]
+        decision = accept(
+            np.stack(rows),
+            np.array(drafts[start:], np.int64),
+            q_rows,
+            uniforms[ACCEPT, start : start + drafting],
+            uniforms[DRAW, start : start + drafting + 1],
+            params,
+            target_ids,
+        )
+        tokens = [*drafts[: start + decision.num_accepted], decision.next_token]
+        drafting = k
+    return tokens[len(prompt) : len(prompt) + count]

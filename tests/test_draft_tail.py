@@ -1,0 +1,182 @@
+"""The draft step's sampling tail: the reference's token and q, and Hugging Face's kept sets."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+from helpers_sampling import (
+    BELOW_ONE,
+    LOGIT_KINDS,
+    Tally,
+    columns,
+    row_of_logits,
+    sampling_params,
+    tail_session,
+    trimmed,
+)
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from export.draft_tail import append_draft_sampling
+from runtime import reference
+from runtime.contract import DRAFT_STEP_PROBS, DRAFT_TOKEN, DRAFT_UNIFORMS, SAMPLING
+from runtime.errors import BuildError, VocabularyMismatch
+from runtime.sampling import SamplingParams
+
+VOCABULARIES = ((2, None), (9, 20), (128, None), (129, 129), (1000, 5000))
+
+
+def run(
+    logits: np.ndarray,  # [batch, draft_vocab]
+    uniforms: np.ndarray,  # [batch]
+    rows: list[SamplingParams],
+    vocab: int | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """draft_token [batch], draft_step_probs [batch, draft_vocab]."""
+    feed = {"body": logits[:, None], "draft_uniforms": uniforms, **columns(rows)}
+    names = [DRAFT_TOKEN.name, DRAFT_STEP_PROBS.name]
+    token, probs = tail_session(logits.shape[1], vocab).run(names, feed)
+    assert token.shape == (len(rows), 1)
+    assert probs.shape == (len(rows), 1, logits.shape[1])
+    return token[:, 0], probs[:, 0]
+
+
+def test_draws_as_the_reference() -> None:
+    tally = Tally()
+
+    @settings(
+        max_examples=250,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(
+        st.sampled_from(VOCABULARIES),
+        st.lists(st.tuples(sampling_params, st.sampled_from(LOGIT_KINDS)), min_size=1, max_size=4),
+        st.integers(0, 2**32),
+    )
+    def check(sizes: tuple[int, int | None], cases: list, seed: int) -> None:
+        draft_vocab, vocab = sizes
+        rng = np.random.default_rng(seed)
+        rows = [params for params, _ in cases]
+        logits = np.stack([row_of_logits(rng, kind, (draft_vocab,)) for _, kind in cases])
+        uniforms = rng.random(len(rows), np.float32)
+        tokens, probs = run(logits, uniforms, rows, vocab)
+        ids = np.arange(draft_vocab) + (0 if vocab is None else trimmed(vocab, draft_vocab))
+        for i, params in enumerate(rows):
+            token, q, margin = reference.draft_sample(logits[i], uniforms[i], params, ids)
+            if tally.count(margin):
+                assert tokens[i] == token
+                np.testing.assert_allclose(probs[i], q, rtol=5e-5, atol=1e-12)
+
+    check()
+    print(f"draft: {tally.cases} cases, {tally.excluded} too near an edge")  # noqa: T201
+    assert tally.cases >= 400
+    assert tally.excluded <= 0.01 * tally.cases
+
+
+@pytest.mark.parametrize("beside", [[], [SamplingParams(temperature=1.0)]])
+def test_greedy_q_is_one_hot_at_the_lowest_of_tied_ids(beside: list[SamplingParams]) -> None:
+    rows = [SamplingParams(), *beside]
+    logits = np.zeros((len(rows), 1000), np.float32)
+    logits[:, [300, 800]] = 5
+    tokens, probs = run(logits, np.full(len(rows), BELOW_ONE), rows)
+    assert tokens[0] == 300
+    np.testing.assert_array_equal(probs[0], reference.one_hot(300, 1000))
+
+
+@pytest.mark.parametrize("uniform", [0.0, BELOW_ONE])
+def test_token_of_zero_mass_is_never_drawn(uniform: float) -> None:
+    """The ends of the cumulative sum lie on banned tokens."""
+    logits = np.full((1, 1000), -np.inf, np.float32)
+    logits[0, 300:700] = np.random.default_rng(0).normal(0, 2, 400)
+    params = [SamplingParams(temperature=1.0, top_p=0.9)]
+    tokens, probs = run(logits, np.array([uniform], np.float32), params)
+    kept = np.flatnonzero(probs[0])
+    assert tokens[0] == (kept[0] if uniform == 0 else kept[-1])
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0.7),
+        SamplingParams(temperature=1.0, top_k=50),
+        SamplingParams(temperature=1.0, top_k=300),
+        SamplingParams(temperature=1.3, top_p=0.9),
+        SamplingParams(temperature=2.0, top_p=0.99),
+        SamplingParams(temperature=1.0, min_p=0.05),
+        SamplingParams(temperature=1.5, min_p=1e-4),
+        SamplingParams(temperature=0.8, top_k=20, top_p=0.8),
+        SamplingParams(temperature=1.5, top_k=400, top_p=0.95, min_p=0.001),
+    ],
+    ids=str,
+)
+def test_keeps_what_hugging_face_keeps(params: SamplingParams) -> None:
+    logits = np.random.default_rng(1).normal(0, 2.5, (8, 1000)).astype(np.float32)
+    expected = _hugging_face(params)(None, torch.from_numpy(logits)).softmax(-1).numpy()
+    _, probs = run(logits, np.full(8, 0.5, np.float32), [params] * 8)
+    np.testing.assert_array_equal(probs > 0, expected > 0)
+    np.testing.assert_allclose(probs, expected, rtol=2e-5)
+    for row, p in zip(logits, expected, strict=True):
+        np.testing.assert_array_equal(reference.transformed(row, params) > 0, p > 0)
+
+
+def test_ties_at_the_edge_are_kept_where_hugging_face_keeps_some() -> None:
+    """Tokens 1 and 2 tie at top-p's edge. The warper keeps one of them, the graph both."""
+    logits = np.log(np.array([[0.5, 0.2, 0.2, 0.1]], np.float32))
+    params = SamplingParams(temperature=1.0, top_p=0.6)
+    warped = _hugging_face(params)(None, torch.from_numpy(logits))
+    assert int(torch.isfinite(warped).sum()) == 2
+    _, probs = run(logits, np.zeros(1, np.float32), [params])
+    np.testing.assert_array_equal(probs[0] > 0, [True, True, True, False])
+
+
+def _hugging_face(params: SamplingParams) -> LogitsProcessorList:
+    """The warpers in the order in which `generate` applies them."""
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(params.temperature)])
+    if params.top_k:
+        warpers.append(TopKLogitsWarper(params.top_k))
+    if params.top_p < 1:
+        warpers.append(TopPLogitsWarper(params.top_p))
+    if params.min_p:
+        warpers.append(MinPLogitsWarper(params.min_p))
+    return warpers
+
+
+def test_other_inputs_and_outputs_of_the_body_stay() -> None:
+    model = _body(8, extra="present.0.key")
+    append_draft_sampling(model)
+    added = [DRAFT_UNIFORMS.name, *(spec.name for spec in SAMPLING)]
+    assert [v.name for v in model.graph.inputs] == ["body", *added]
+    outputs = [DRAFT_TOKEN.name, DRAFT_STEP_PROBS.name, "present.0.key"]
+    assert [v.name for v in model.graph.outputs] == outputs
+
+
+def test_body_without_logits_is_refused() -> None:
+    with pytest.raises(BuildError, match="Expected 'logits' among them"):
+        append_draft_sampling(_body(8, name="hidden_states"))
+
+
+def test_map_of_another_draft_is_refused() -> None:
+    with pytest.raises(VocabularyMismatch, match=r"Expected \[8\]"):
+        append_draft_sampling(_body(8), np.zeros(7, np.int64))
+
+
+def _body(size: int, *, name: str = "logits", extra: str | None = None) -> ir.Model:
+    given = ir.val("body", dtype=ir.DataType.FLOAT, shape=["batch", 1, size])
+    nodes = [ir.node("Identity", [given]) for _ in range(2)]
+    outputs = [node.outputs[0] for node in nodes][: 2 if extra else 1]
+    for output, label in zip(outputs, (name, extra), strict=False):
+        output.name, output.dtype, output.shape = label, given.dtype, given.shape
+    graph = ir.Graph([given], outputs, nodes=nodes, opset_imports={"": 24}, name="draft")
+    return ir.Model(graph, ir_version=10)
