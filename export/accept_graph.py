@@ -15,7 +15,8 @@ so that every token out is distributed as p, whatever q is. Where the rule leave
 - A greedy row accepts while x is the argmax; of q only q(x) > 0 is asked.
 
 All k + 1 rows are needed to know where the round ends, but only at the drafted tokens; the whole
-vocabulary is read in the one row where it ends. k = 0 is plain sampling.
+vocabulary is read in the one row where it ends. k = 0 is plain sampling. The greedy answer is
+computed first, and is all there is to compute in a batch of greedy rows.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from onnxscript import GraphBuilder
 
 from runtime.contract import accept_graph
 
-from .control_flow import Op, Values, branch, f32, i64
+from .control_flow import Op, Values, f32, i64, when
 from .draft_vocabulary import DraftVocabulary
 from .draw_graph import draw
 from .floor_search import any_of
 from .graph_signature import name_outputs, typed
-from .sampling_inputs import Sampling, all_greedy
+from .sampling_inputs import Sampling, any_sampled
 from .transforms_graph import Law, pick_row, transformed
 
 OPSET = 24
@@ -99,42 +100,40 @@ class Round:
 def accept(op: Op, given: Round) -> Values:
     """num_accepted [batch] i64, next_token [batch] i64, new_lengths [batch] i32."""
     q = given.vocabulary.q_at(op, given.draft_tokens, given.draft_probs)
-    ends = branch(
-        op,
-        all_greedy(op, given.temperature),
-        lambda inner: _greedy(inner, given, q),
-        lambda inner: _sampled(inner, given, q),
-        [i64("batch"), i64("batch")],
-    )
-    num_accepted, next_token = ends
+    drawable = op.Greater(q, 0.0)
+    greedy = _greedy(op, given, drawable)
+
+    def sampled(inner: Op) -> Values:
+        is_greedy = inner.LessOrEqual(given.temperature, 0.0)
+        pairs = zip(greedy, _sampled(inner, given, q, drawable), strict=True)
+        return [inner.Where(is_greedy, one, other) for one, other in pairs]
+
+    wanted = any_sampled(op, given.temperature)
+    num_accepted, next_token = when(op, wanted, greedy, sampled, [i64("batch"), i64("batch")])
     committed = op.Cast(op.Add(num_accepted, 1), to=ir.DataType.INT32)
     return [num_accepted, next_token, op.Add(given.past_lengths, committed)]
 
 
-def _greedy(op: Op, given: Round, q: ir.Value) -> Values:
+def _greedy(op: Op, given: Round, drawable: ir.Value) -> Values:
     """Accept while the draft equals the argmax; ties go to the lowest id."""
     best = op.ArgMax(given.logits, axis=2, keepdims=0)  # [batch, k + 1]
-    matches = op.Equal(given.draft_tokens, _first_k(op, best))
-    accepted = _leading(op, op.And(matches, op.Greater(q, 0.0)))
+    matches = op.Equal(given.draft_tokens, op.Slice(best, [0], [-1], [1]))
+    accepted = _leading(op, op.And(matches, drawable))
     return [op.Squeeze(accepted, [1]), op.GatherND(best, accepted, batch_dims=1)]
 
 
-def _sampled(op: Op, given: Round, q: ir.Value) -> Values:
-    """Algorithm 1; rows of the batch that are greedy are decided as `_greedy` decides them."""
+def _sampled(op: Op, given: Round, q: ir.Value, drawable: ir.Value) -> Values:
+    """Algorithm 1: accept while u · q(x) < p(x), then draw once."""
     law = transformed(op, given.logits, given.sampling(op))
-    greedy = op.Squeeze(law.sampling.greedy, [2])  # [batch, 1]
-    p = _p_at_drafts(op, given, law)
-    accept = op.And(op.Less(op.Mul(given.accept_uniforms, q), p), _sound(op, given.draft_probs))
-    matches = op.Equal(given.draft_tokens, _first_k(op, op.Squeeze(law.best, [2])))
-    accept = op.Or(op.And(greedy, matches), op.And(op.Not(greedy), accept))
-    accepted = _leading(op, op.And(accept, op.Greater(q, 0.0)))  # [batch, 1]
+    accepts = op.Less(op.Mul(given.accept_uniforms, q), _p_at_drafts(op, given, law))
+    accepts = op.And(accepts, op.And(drawable, _sound(op, given.draft_probs)))
+    accepted = _leading(op, accepts)  # [batch, 1]
 
-    end = law.at_row(op, accepted)
-    p_end = op.Squeeze(end.p(op, pick_row(op, given.logits, accepted)), [1])
-    weights = _recovered_or_bonus(op, given, p_end, accepted)
+    end = pick_row(op, given.logits, accepted)
+    p = op.Squeeze(law.at_row(op, accepted).p(op, end), [1])
+    weights = _recovered_or_bonus(op, given, p, accepted)
     uniforms = op.GatherElements(given.draw_uniforms, accepted, axis=1)
-    drawn = draw(op, weights, uniforms, size=given.vocabulary.target_size)
-    token = op.Where(greedy, op.Squeeze(end.best, [2]), drawn)
+    token = draw(op, weights, uniforms, size=given.vocabulary.target_size)
     return [op.Squeeze(accepted, [1]), op.Squeeze(token, [1])]
 
 
@@ -144,7 +143,7 @@ def _p_at_drafts(op: Op, given: Round, law: Law) -> ir.Value:
     # One token for each of the k + 1 rows; the last row's is a filler.
     tokens = op.Pad(op.Min(given.draft_tokens, size - 1), [0, 0, 0, 1], 0)
     logits = op.GatherElements(given.logits, op.Unsqueeze(tokens, [2]), axis=2)
-    p = _first_k(op, op.Squeeze(law.p(op, logits), [2]))
+    p = op.Slice(op.Squeeze(law.p(op, logits), [2]), [0], [-1], [1])
     return op.Where(op.Less(given.draft_tokens, size), p, 0.0)
 
 
@@ -167,7 +166,7 @@ def _recovered_or_bonus(
         return [inner.Where(use, residual, p)]
 
     size = given.vocabulary.target_size
-    (weights,) = branch(op, any_of(op, rejected), recovered, lambda _: [p], [f32("batch", size)])
+    (weights,) = when(op, any_of(op, rejected), [p], recovered, [f32("batch", size)])
     return weights
 
 
@@ -180,8 +179,3 @@ def _leading(op: Op, accept: ir.Value) -> ir.Value:
     """[batch, k] bool → [batch, 1] int64: how many stand before the first that does not."""
     stop = op.Cast(op.Not(accept), to=FLOAT)
     return op.ArgMax(op.Pad(stop, [0, 0, 0, 1], 1.0), axis=1)
-
-
-def _first_k(op: Op, x: ir.Value) -> ir.Value:
-    """[batch, k + 1] → [batch, k]."""
-    return op.Slice(x, [0], [-1], [1])

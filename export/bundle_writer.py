@@ -44,7 +44,7 @@ class BundleWriter:
 
     def __enter__(self) -> Self:
         """Raises BuildError where the output exists or its place cannot be written."""
-        self._refuse_existing()
+        self.refuse_existing()
         try:
             self.out.parent.mkdir(parents=True, exist_ok=True)
             _remove_leftovers(self.out)
@@ -73,7 +73,7 @@ class BundleWriter:
         (self.directory / MANIFEST).write_text(text, encoding="utf-8")
         _sync(self.directory / MANIFEST)
         _sync(self.directory)
-        self._refuse_existing()
+        self.refuse_existing()
         self.directory.rename(self.out)
         self._finished = True
         _sync(self.out.parent)
@@ -100,7 +100,8 @@ class BundleWriter:
         if error is None and not self._finished:
             raise BuildError(f"--out {self.out}: the bundle was never finished; nothing is left.")
 
-    def _refuse_existing(self) -> None:
+    def refuse_existing(self) -> None:
+        """Raises BuildError where the output exists; a build may ask before its slow work."""
         if os.path.lexists(self.out):
             raise BuildError(
                 f"--out {self.out}: received a path that exists. Expected a new one: a bundle is "

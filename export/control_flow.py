@@ -1,8 +1,8 @@
-"""If and Loop for graphs written with onnxscript's builder.
+"""Conditions for graphs written with onnxscript's builder: work that is skipped costs nothing.
 
-A branch that is not taken costs nothing, which is what keeps greedy rounds and short nucleus cuts
-cheap. Invariant: both arms of a branch return the same types and axes, and a Loop states its
-condition, since TensorRT's parser refuses a Loop without one.
+That is what keeps greedy rounds and short nucleus cuts cheap. Invariant: there is no If. TensorRT
+fails to build a Loop or an If inside an If, but builds Loops at any depth, so a condition is a
+Loop of at most one turn, and every Loop states its condition, which TensorRT's parser requires.
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ class Op(Protocol):
     def builder(self) -> Any: ...
     def initializer(self, tensor: ir.TensorProtocol) -> ir.Value: ...
     def TopK(self, *inputs: object, **attributes: object) -> Values: ...
-    def If(self, *inputs: object, **attributes: object) -> Any: ...
     def Loop(self, *inputs: object, **attributes: object) -> Any: ...
     def __getattr__(self, name: str) -> Callable[..., ir.Value]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Like:
-    """Type and axes of one result of a branch or loop."""
+    """Type and axes of one value that a Loop carries."""
 
     dtype: ir.DataType
     axes: Axes
@@ -53,22 +52,19 @@ def i64(*axes: str | int | None) -> Like:
     return Like(dtype=ir.DataType.INT64, axes=axes)
 
 
-def branch(
+def when(
     op: Op,
     condition: ir.Value,  # [] bool
-    then: Callable[[Op], Values],
-    otherwise: Callable[[Op], Values],
+    otherwise: Values,
+    compute: Callable[[Op], Values],
     results: Sequence[Like],
 ) -> Values:
-    """If: the arms read outer values directly and return one value per entry of `results`."""
-    outputs = op.If(
-        condition,
-        then_branch=_arm(op, then, results, "then"),
-        else_branch=_arm(op, otherwise, results, "else"),
-        _outputs=len(results),
-    )
-    outputs = _listed(outputs)
-    return [like.apply(value) for like, value in zip(results, outputs, strict=True)]
+    """Compute values only where the condition holds; `otherwise` stands in for them."""
+
+    def once(inner: Op, *_: ir.Value) -> tuple[ir.Value, Values]:
+        return condition, compute(inner)
+
+    return repeat(op, condition, otherwise, once, results, at_most=1)
 
 
 def repeat(
@@ -84,12 +80,15 @@ def repeat(
 
     def body(inner: Op, _: ir.Value, __: ir.Value, *carried: ir.Value) -> Values:
         go_on, new_state = step(inner, *carried)
-        return [go_on, *new_state]
+        return _own(inner, [go_on, *new_state])
 
     scalar = [i64(), Like(dtype=ir.DataType.BOOL, axes=())]
     inputs = [one.fresh(f"loop_in_{i}") for i, one in enumerate([*scalar, *like])]
     outputs = [one.fresh("") for one in [scalar[1], *like]]
+    # A scope of its own keeps the names of its nodes and values unique in the model.
+    op.builder.push_module(f"loop_{op.builder.graph.num_nodes()}")
     graph = op.builder.subgraph(body, inputs, outputs, name="loop")
+    op.builder.pop_module()
     values = op.Loop(at_most, condition, *state, body=graph, _outputs=len(state))
     return [one.apply(value) for one, value in zip(like, _listed(values), strict=True)]
 
@@ -98,13 +97,7 @@ def _listed(values: ir.Value | Values) -> Values:
     return [values] if isinstance(values, ir.Value) else values
 
 
-def _arm(op: Op, build: Callable[[Op], Values], results: Sequence[Like], name: str) -> ir.Graph:
-    outputs = [like.fresh("") for like in results]
-
-    def copied(inner: Op) -> Values:
-        # An arm must produce its results itself, even one that is an outer value as it stands.
-        here = inner.builder.graph
-        return [v if v.graph is here else inner.Identity(v) for v in build(inner)]
-
-    arm: ir.Graph = op.builder.subgraph(copied, [], outputs, name=name)
-    return arm
+def _own(op: Op, values: Values) -> Values:
+    """A Loop's body must produce its results itself, even one that is an outer value."""
+    here = op.builder.graph
+    return [v if v.graph is here else op.Identity(v) for v in values]

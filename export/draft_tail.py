@@ -15,11 +15,11 @@ from onnxscript import GraphBuilder
 from runtime.contract import DRAFT_STEP_PROBS, DRAFT_TOKEN, DRAFT_UNIFORMS, LOGITS, SAMPLING
 from runtime.errors import BuildError
 
-from .control_flow import Op, Values, branch, f32, i64
+from .control_flow import Op, Values, f32, i64, when
 from .draft_vocabulary import check_length
 from .draw_graph import draw
 from .graph_signature import name_outputs, typed
-from .sampling_inputs import Sampling, all_greedy
+from .sampling_inputs import Sampling, any_sampled
 from .transforms_graph import transformed
 
 
@@ -51,25 +51,19 @@ def _sample(
     size: int,
 ) -> Values:
     """Token of the draft vocabulary [batch, 1] int64, and q [batch, 1, draft_vocab] f32."""
-
-    def greedy(inner: Op) -> Values:
-        best = inner.ArgMax(logits, axis=2, keepdims=0)
-        return [best, _one_hot(inner, best, size)]
+    best = op.ArgMax(logits, axis=2, keepdims=0)
+    greedy = [best, op.OneHot(best, size, [0.0, 1.0], axis=-1)]
 
     def sampled(inner: Op) -> Values:
         law = transformed(inner, logits, Sampling.of(inner, *parameters, vocab=size))
-        best, is_greedy = inner.Squeeze(law.best, [2]), law.sampling.greedy
-        p = law.p(inner, logits)
-        drawn = draw(inner, inner.Squeeze(p, [1]), inner.Unsqueeze(uniforms, [1]), size=size)
-        token = inner.Where(inner.Squeeze(is_greedy, [2]), best, drawn)
-        return [token, inner.Where(is_greedy, _one_hot(inner, best, size), p)]
+        is_greedy, q = law.sampling.greedy, law.p(inner, logits)
+        u = inner.Unsqueeze(uniforms, [1])
+        token = draw(inner, inner.Squeeze(q, [1]), u, size=size)
+        token = inner.Where(inner.Squeeze(is_greedy, [2]), best, token)
+        return [token, inner.Where(is_greedy, greedy[1], q)]
 
-    likes = [i64("batch", 1), f32("batch", 1, size)]
-    return branch(op, all_greedy(op, parameters[0]), greedy, sampled, likes)
-
-
-def _one_hot(op: Op, token: ir.Value, size: int) -> ir.Value:
-    return op.OneHot(token, size, [0.0, 1.0], axis=-1)
+    wanted = any_sampled(op, parameters[0])
+    return when(op, wanted, greedy, sampled, [i64("batch", 1), f32("batch", 1, size)])
 
 
 def _target_ids(op: Op, token: ir.Value, d2t: np.ndarray | None) -> ir.Value:

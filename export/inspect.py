@@ -54,12 +54,12 @@ def predicted_speedup(bundle: Bundle) -> list[dict[str, float]]:
 
 
 def _prediction(profile: LatencyProfile, k: int) -> dict[str, float]:
-    plain_s = profile.plain_s()
-    row = {"k": float(k), "round_s": profile.round_s(k, 0.0)}
+    plain_s, round_s = profile.round_s(0), profile.round_s(k)
+    row = {"k": float(k), "round_s": round_s}
     for acceptance in ACCEPTANCES:
         committed = sum(acceptance**i for i in range(k + 1))
-        full = acceptance**k
-        row[f"speedup_at_{acceptance}"] = committed * plain_s / profile.round_s(k, full)
+        full_accept_s = acceptance**k * profile.read_s(2)  # the draft then reads one token more
+        row[f"speedup_at_{acceptance}"] = committed * plain_s / (round_s + full_accept_s)
     return row
 
 

@@ -18,7 +18,7 @@ class Sampling:
     """Sampling parameters, [batch, 1, 1] each."""
 
     greedy: ir.Value  # bool
-    temperature: ir.Value  # f32; 1 in a greedy row, whose law is not read
+    temperature: ir.Value  # f32; 1 in a greedy row, whose sampled result is not read
     top_k: ir.Value  # int64 in 1 to vocab
     top_p: ir.Value  # f32
     min_p: ir.Value  # f32
@@ -63,6 +63,6 @@ class Sampling:
         return op.Exp(op.Div(op.Sub(logits, peak), self.temperature))
 
 
-def all_greedy(op: Op, temperature: ir.Value) -> ir.Value:
-    """Whether every row of the batch is greedy: [] bool."""
-    return op.LessOrEqual(op.ReduceMax(temperature, keepdims=0), 0.0)
+def any_sampled(op: Op, temperature: ir.Value) -> ir.Value:
+    """Whether some row of the batch is not greedy: [] bool."""
+    return op.Greater(op.ReduceMax(temperature, keepdims=0), 0.0)

@@ -6,7 +6,7 @@ numbers beside its logits:
     p(x) = [l(x) > floor] · exp((l(x) − peak) / T) / mass
 
 The floor is read off a short TopK list; a row that the list does not cover is searched over the
-whole vocabulary (`floor_search`) behind an If. The two are chosen per row, so what the neighbours
+whole vocabulary (`floor_search`), only then. The two are chosen per row, so what the neighbours
 of a row ask for never changes its law.
 
 What is kept follows Hugging Face's warpers, with one difference: tokens tied at the edge of top-p
@@ -22,11 +22,12 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from .control_flow import Op, branch, f32
+from .control_flow import Op, f32, when
 from .floor_search import above, any_of, search
 from .sampling_inputs import Sampling
 
 LIST_TOKENS = 128  # TopK's cost grows with it; past 3,840 TensorRT builds no engine
+TABLE_ROWS = 16
 NOTHING, ALL = float("-inf"), float("inf")
 
 
@@ -35,7 +36,6 @@ class Law:
     """The transformed law of every row, as the numbers that define it: [batch, rows, 1] each."""
 
     sampling: Sampling
-    best: ir.Value  # int64: argmax, ties to the lowest id
     peak: ir.Value  # f32: the largest logit
     floor: ir.Value  # f32: tokens above it are kept
     mass: ir.Value  # f32: sum of the kept weights
@@ -47,10 +47,8 @@ class Law:
 
     def at_row(self, op: Op, row: ir.Value) -> Law:
         """The law of one row of each sequence, row [batch, 1] int64: rows becomes 1."""
-        best, peak, floor, mass = (
-            pick_row(op, x, row) for x in (self.best, self.peak, self.floor, self.mass)
-        )
-        return Law(sampling=self.sampling, best=best, peak=peak, floor=floor, mass=mass)
+        peak, floor, mass = (pick_row(op, x, row) for x in (self.peak, self.floor, self.mass))
+        return Law(sampling=self.sampling, peak=peak, floor=floor, mass=mass)
 
 
 def pick_row(op: Op, x: ir.Value, row: ir.Value) -> ir.Value:
@@ -65,11 +63,27 @@ def transformed(
 ) -> Law:
     """Law of every row after temperature → top-k → top-p → min-p → normalise."""
     size = min(LIST_TOKENS, sampling.vocab)
-    values, ids = op.TopK(logits, [size], axis=-1, largest=1, sorted=1, _outputs=2)
-    peak, best = (op.Slice(x, [0], [1], [2]) for x in (values, ids))
+    values = _largest(op, logits, size, sampling.vocab)
+    peak = op.Slice(values, [0], [1], [2])
     law = _whole_list if size == sampling.vocab else _list_or_search
     floor, mass = law(op, logits, values, peak, sampling)
-    return Law(sampling=sampling, best=best, peak=peak, floor=floor, mass=mass)
+    return Law(sampling=sampling, peak=peak, floor=floor, mass=mass)
+
+
+def _largest(op: Op, logits: ir.Value, size: int, vocab: int) -> ir.Value:
+    """The largest logits of each row in falling order: [batch, rows, size].
+
+    A large vocabulary is laid out as a table first: its `size` largest entries lie in the `size`
+    columns whose maxima are largest, and finding maxima is much cheaper than TopK.
+    """
+    if vocab % TABLE_ROWS == 0 and vocab >= 8 * TABLE_ROWS * size:
+        table = op.Reshape(logits, [0, 0, TABLE_ROWS, vocab // TABLE_ROWS])
+        maxima = op.ReduceMax(table, [2], keepdims=0)
+        _, columns = op.TopK(maxima, [size], axis=-1, largest=1, sorted=0, _outputs=2)
+        columns = op.Expand(op.Unsqueeze(columns, [2]), [1, 1, TABLE_ROWS, 1])
+        logits = op.Reshape(op.GatherElements(table, columns, axis=3), [0, 0, TABLE_ROWS * size])
+    values, _ = op.TopK(logits, [size], axis=-1, largest=1, sorted=1, _outputs=2)
+    return values
 
 
 def _whole_list(
@@ -93,11 +107,8 @@ def _list_or_search(
         found = search(inner, logits, peak, missing, sampling)
         return [inner.Where(missing, f, x) for f, x in zip(found, (floor, mass), strict=True)]
 
-    def listed(_: Op) -> list[ir.Value]:
-        return [floor, mass]
-
     edge = f32("batch", None, 1)
-    chosen = branch(op, any_of(op, missing), searched, listed, [edge, edge])
+    chosen = when(op, any_of(op, missing), [floor, mass], searched, [edge, edge])
     return chosen[0], chosen[1]
 
 
@@ -108,7 +119,7 @@ def _everything(op: Op, logits: ir.Value, peak: ir.Value, sampling: Sampling) ->
         return [inner.ReduceSum(sampling.weight(inner, logits, peak), [2])]
 
     wanted = any_of(op, op.Not(op.Or(sampling.cut_by_top_k(op), sampling.greedy)))
-    (mass,) = branch(op, wanted, total, lambda _: [peak], [f32("batch", None, 1)])
+    (mass,) = when(op, wanted, [peak], total, [f32("batch", None, 1)])
     return mass
 
 

@@ -33,7 +33,7 @@ class AcceptStep:
             "past_lengths": b.target_lengths,
             **b.sampling,
         }
-        outputs = {
+        outputs: dict[str, Array] = {
             "num_accepted": b.num_accepted,
             "next_token": b.next_token,
             "new_lengths": b.new_lengths,

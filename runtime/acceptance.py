@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 PRIOR_ACCEPTANCE = 0.6  # before anything was seen; a usual value for a small trained draft
-PRIOR_WEIGHT = 3.0  # evaluations that the prior counts for
+PRIOR_WEIGHT = 6.0  # evaluations that the prior counts for
 POSITION_WEIGHT = 8.0  # evaluations that the pooled estimate counts for at one position
 DECAY = 0.98  # per round that drafted: remembers about 50, since text changes its kind
 
@@ -15,6 +15,7 @@ class AcceptanceEstimate:
     """
 
     def __init__(self, max_draft_tokens: int, prior: float = PRIOR_ACCEPTANCE) -> None:
+        self.max_draft_tokens = max_draft_tokens
         self._prior = prior
         self._evaluated = [0.0] * max_draft_tokens
         self._accepted = [0.0] * max_draft_tokens

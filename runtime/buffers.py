@@ -48,8 +48,11 @@ class RoundBuffers:
         }
 
     def set_sampling(self, params: SamplingParams) -> None:
-        for name, array in self.sampling.items():
-            array[0] = getattr(params, name)
+        vocab = self.logits.shape[2]
+        self.sampling["temperature"][0] = params.temperature
+        self.sampling["top_k"][0] = min(params.top_k, vocab)
+        self.sampling["top_p"][0] = params.top_p
+        self.sampling["min_p"][0] = params.min_p
 
     def set_uniforms(self, table: Array, position: int, k: int) -> None:
         """Take from `table` [purpose, position] what decides the tokens at `position`, …, + k."""

@@ -88,7 +88,7 @@ def file_sha256(path: Path) -> str:
 
 def _check_name(name: str) -> None:
     pure = PurePosixPath(name)
-    plain = str(pure) == name and not pure.is_absolute() and ".." not in pure.parts
+    plain = str(pure) == name and pure.name and not pure.is_absolute() and ".." not in pure.parts
     if not plain or "\\" in name or "\0" in name or not covered(name):
         raise BundleError(
             f"manifest.json: received the file name {name!r}. Expected a plain path inside the "

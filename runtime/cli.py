@@ -64,6 +64,9 @@ def generate(
         bool, typer.Option("--no-speculation", help="Plain decoding; the same as -k 0.")
     ] = False,
     threads: Annotated[int | None, typer.Option(min=1, help="Default: all cores.")] = None,
+    no_spin: Annotated[
+        bool, typer.Option("--no-spin", help="For a machine whose cores others want, too.")
+    ] = False,
     no_verify: Annotated[
         bool, typer.Option("--no-verify", help="Don't check the files' hashes first.")
     ] = False,
@@ -87,7 +90,7 @@ def generate(
     )
     content = _prompt(prompt, messages)
     draft_tokens = _draft_tokens(k, no_speculation)
-    with Decoder.load(bundle, verify=not no_verify, threads=threads) as decoder:
+    with Decoder.load(bundle, verify=not no_verify, threads=threads, spin=not no_spin) as decoder:
         if as_json:
             result = decoder.generate(content, params, num_draft_tokens=draft_tokens)
             typer.echo(json.dumps(_result_dict(result), ensure_ascii=False))

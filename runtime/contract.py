@@ -60,7 +60,7 @@ NEW_LENGTHS = _spec("new_lengths", "int32", "batch")  # past_lengths + num_accep
 
 @dataclass(frozen=True, kw_only=True)
 class CacheSpec:
-    """Geometry of one model's KV cache: `layers` pairs of [batch, kv_heads, max_context, head_dim]."""
+    """Geometry of one KV cache: `layers` pairs of [batch, kv_heads, max_context, head_dim]."""
 
     layers: int
     kv_heads: int

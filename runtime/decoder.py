@@ -74,12 +74,12 @@ class Decoder:
         *,
         verify: bool = True,
         threads: int | None = None,
-        spin: bool = False,
+        spin: bool = True,
     ) -> Self:
         """Load a bundle directory.
 
         verify: compare every file's hash with the manifest. threads: None takes the cores this
-        process may run on. spin: see EngineOptions.
+        process may run on. spin: False where other processes want the same cores (EngineOptions).
         Raises BundleError and EngineError.
         """
         from .bundle import Bundle

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from .accept import AcceptStep
@@ -23,7 +24,8 @@ def load_rounds(path: Path, manifest: Manifest, options: EngineOptions) -> Round
     buffers = RoundBuffers(manifest.limits.max_draft_tokens, vocab, draft_vocab)
     target = _open(path, "target", target_graph(target_card.cache), options, {"vocab": vocab})
     sizes = {"vocab": vocab, "draft_vocab": draft_vocab}
-    accept = _open(path, "accept", accept_graph(), options, sizes)
+    # Accept reads one row but for a few values: a worker would cost more than it does.
+    accept = _open(path, "accept", accept_graph(), replace(options, threads=1), sizes)
     drafter = None
     if draft_card:
         spec = draft_graph(draft_card.cache)

@@ -30,23 +30,16 @@ class LatencyProfile:
             overhead_s=_seconds(report, "overhead_s"),
         )
 
-    def plain_s(self) -> float:
-        """One token without speculation."""
-        return self._shared_s(0)
-
-    def round_s(self, k: int, full_accept: float) -> float:
-        """A round with k drafts; after a full accept, of that probability, the draft reads two."""
-        if k == 0:
-            return self.plain_s()
-        return self._shared_s(k) + k * self.draft_s + full_accept * self.read_s(2)
+    def round_s(self, k: int) -> float:
+        """A round with k drafts whose first step reads one token; k = 0 is plain decoding."""
+        return (
+            _at(self.verify_s, k + 1) + _at(self.accept_s, k) + self.overhead_s + k * self.draft_s
+        )
 
     def read_s(self, unread: int) -> float:
         """What reading `unread` tokens costs a draft beyond reading one; over two are one call."""
         row_s = max(0.0, self.draft_catch_up_s - self.draft_s)
         return (unread - 1) * row_s + (self.draft_s if unread > 2 else 0.0)
-
-    def _shared_s(self, k: int) -> float:
-        return _at(self.verify_s, k + 1) + _at(self.accept_s, k) + self.overhead_s
 
 
 def _at(table: Mapping[int, float], n: int) -> float:

@@ -49,6 +49,8 @@ class AdaptiveDraftLength:
     def __init__(self, profile: LatencyProfile, estimate: AcceptanceEstimate) -> None:
         self._profile = profile
         self._estimate = estimate
+        # Seconds of a round by k, but for what a draft reads more than one token.
+        self._round_s = [profile.round_s(k) for k in range(estimate.max_draft_tokens + 1)]
         self._elapsed_s = 0.0  # modelled, not measured: the plan must not depend on the clock
         self._lost_s = 0.0  # by probes
         self._debt_s = 0.0  # reading what the draft has not read, this round
@@ -56,43 +58,36 @@ class AdaptiveDraftLength:
 
     def choose(self, room: int, unread: int, remaining: int | None) -> int:
         self._debt_s = self._profile.read_s(unread)
-        k = self._best(room)
-        self._probing = False
-        if k and not self._repays(k, remaining):
+        token_s = self._seconds_per_token(room)
+        k = token_s.index(min(token_s))
+        gain_s = (token_s[0] - token_s[k]) * (UNKNOWN_HORIZON if remaining is None else remaining)
+        if gain_s < self._debt_s:
             k = 0
-        if k == 0 and room and self._may_probe():
-            self._probing = True
-            k = 1
-        return k
+        self._probing = k == 0 and room > 0 and self._may_probe()
+        return 1 if self._probing else k
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
-        spent_s = self._profile.round_s(num_drafted, 0.0)
+        spent_s = self._round_s[num_drafted]
         if num_drafted:
             self._estimate.observe(num_drafted, num_accepted)
             spent_s += self._debt_s
         self._elapsed_s += spent_s
         if self._probing:
-            lost_s = spent_s - (num_accepted + 1) * self._profile.plain_s()
+            lost_s = spent_s - (num_accepted + 1) * self._round_s[0]
             self._lost_s = max(0.0, self._lost_s + lost_s)
 
-    def _best(self, room: int) -> int:
-        rates = [1.0 / self._profile.plain_s()]
-        rates += [1.0 / s for s in self._seconds_per_token()[:room]]
-        return rates.index(max(rates))
+    def _seconds_per_token(self, room: int) -> list[float]:
+        """Expected, by k: a round's seconds over 1 + the chances that its drafts are reached.
 
-    def _seconds_per_token(self) -> list[float]:
-        """Expected, for k = 1, 2, …: a round's cost over 1 + the sum of the chances so far."""
-        result, committed = [], 1.0
-        for k, chance in enumerate(self._estimate.reached(), start=1):
+        After a full accept the next round's draft reads one token more.
+        """
+        result, committed = [self._round_s[0]], 1.0
+        full_accept_s = self._profile.read_s(2)
+        for k, chance in enumerate(self._estimate.reached()[:room], start=1):
             committed += chance
-            result.append(self._profile.round_s(k, chance) / committed)
+            result.append((self._round_s[k] + chance * full_accept_s) / committed)
         return result
 
-    def _repays(self, k: int, remaining: int | None) -> bool:
-        """Whether the tokens to come will earn back reading what the draft has not read."""
-        gain_s = self._profile.plain_s() - self._seconds_per_token()[k - 1]
-        return gain_s * (UNKNOWN_HORIZON if remaining is None else remaining) >= self._debt_s
-
     def _may_probe(self) -> bool:
-        cost_s = self._profile.round_s(1, 0.0) - self._profile.plain_s() + self._debt_s
+        cost_s = self._round_s[1] - self._round_s[0] + self._debt_s
         return self._lost_s + cost_s <= PROBE_BUDGET * self._elapsed_s

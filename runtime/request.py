@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, SupportsIndex
 
 from .errors import InvalidRequest, LimitExceeded
 from .manifest import Manifest
@@ -53,7 +53,13 @@ def _tokens(prompt: Prompt, text: Text) -> list[int]:
         )
     if any(isinstance(item, Mapping) for item in prompt):
         return text.encode_chat(prompt)  # type: ignore[arg-type]
-    return list(prompt)  # type: ignore[arg-type]
+    return [_integer(i, token) for i, token in enumerate(prompt)]
+
+
+def _integer(i: int, token: object) -> int:
+    if isinstance(token, bool) or not isinstance(token, SupportsIndex):  # NumPy's have an index
+        raise InvalidRequest(f"prompt: token {i}: received {token!r}. Expected an integer.")
+    return token.__index__()
 
 
 def _check_tokens(tokens: list[int], manifest: Manifest) -> None:
@@ -61,9 +67,9 @@ def _check_tokens(tokens: list[int], manifest: Manifest) -> None:
         raise InvalidRequest("prompt: received no tokens. Expected at least one.")
     vocab = manifest.target.vocab_size
     for i, token in enumerate(tokens):
-        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab:
+        if not 0 <= token < vocab:
             raise InvalidRequest(
-                f"prompt: token {i}: received {token!r}. Expected an integer from 0 to {vocab - 1}."
+                f"prompt: token {i}: received {token}. Expected an id from 0 to {vocab - 1}."
             )
     limit = manifest.limits.max_context
     if len(tokens) >= limit:

@@ -6,10 +6,12 @@ run inside the ONNX graphs, in this order: temperature → top-k → top-p → m
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from .errors import InvalidRequest
+
+MAX_F32 = 3.4e38
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,10 +34,8 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
-        _number("temperature", self.temperature, 0.0, math.inf, "a finite number of at least 0")
+        object.__setattr__(self, "stop", _strings("stop", self.stop))
+        _number("temperature", self.temperature, 0.0, MAX_F32, "a finite number of at least 0")
         _integer("top_k", self.top_k, 0, "an integer of at least 0; 0 keeps every token")
         _number("top_p", self.top_p, 0.0, 1.0, "a number above 0 and at most 1", above=True)
         _number("min_p", self.min_p, 0.0, 1.0, "a number from 0 to 1")
@@ -45,8 +45,6 @@ class SamplingParams:
                 raise _invalid("seed", self.seed, "an integer from 0 to 2**64 - 1, or None")
         if self.max_tokens is not None:
             _integer("max_tokens", self.max_tokens, 1, "an integer of at least 1, or None")
-        if not all(isinstance(s, str) and s for s in self.stop):
-            raise _invalid("stop", self.stop, "non-empty strings")
 
     @property
     def greedy(self) -> bool:
@@ -60,11 +58,21 @@ def _invalid(field: str, received: object, expected: str) -> InvalidRequest:
 def _number(
     field: str, value: object, low: float, high: float, expected: str, *, above: bool = False
 ) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or not low <= value <= high:  # type: ignore[arg-type]
+    if not isinstance(value, int | float) or isinstance(value, bool):
         raise _invalid(field, value, expected)
-    if above and value == low:
+    if not low <= value <= high or (above and value == low):  # NaN is never within
         raise _invalid(field, value, expected)
+
+
+def _strings(field: str, value: object) -> tuple[str, ...]:
+    """Non-empty strings; a lone one is what a user may well give."""
+    strings = (value,) if isinstance(value, str) else value
+    if not isinstance(strings, Iterable):
+        raise _invalid(field, value, "non-empty strings")
+    strings = tuple(strings)
+    if not all(isinstance(s, str) and s for s in strings):
+        raise _invalid(field, value, "non-empty strings")
+    return strings
 
 
 def _integer(field: str, value: object, low: int, expected: str) -> None:

@@ -21,5 +21,7 @@ def uniform_table(seed: int, positions: int) -> NDArray[Any]:
     Uses the raw output of Philox, which NumPy keeps stable, and not a Generator's methods, which
     it doesn't (NEP 19). 24 bits, so that no value rounds to 1.
     """
-    rows = [np.random.Philox(key=[seed, purpose]).random_raw(positions) for purpose in range(3)]
+    # As uint64: NumPy reads a list of large integers through float64.
+    keys = [np.array([seed, purpose], np.uint64) for purpose in (DRAFT, ACCEPT, DRAW)]
+    rows = [np.random.Philox(key=key).random_raw(positions) for key in keys]
     return (np.stack(rows) >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)

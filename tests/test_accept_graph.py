@@ -43,7 +43,8 @@ VOCABULARIES = (
     (1000, 1000, False),
     (5000, 600, True),
 )
-EXAMPLES = 900
+LARGE = 16_384  # from here on the list is found through column maxima
+EXAMPLES = 830
 
 
 def make_round(
@@ -164,8 +165,28 @@ def test_signature_is_the_contract(vocab: int, draft_vocab: int, mapped: bool) -
     assert axes == {"vocab": vocab, "draft_vocab": draft_vocab}
 
 
+def test_large_vocabulary_decides_as_the_reference() -> None:
+    rows = [
+        SamplingParams(temperature=1.0, top_k=50),
+        SamplingParams(temperature=0.8, top_p=0.9),
+        SamplingParams(temperature=2.0, top_p=0.97, min_p=1e-4),
+        SamplingParams(temperature=1.0, top_k=3000),
+    ]
+    kinds = [("steep", "close"), ("ties", "close"), ("normal", "close"), ("flat", "other")]
+    tally = Tally()
+    for seed in range(6):
+        case = make_round((LARGE, 600, True), 3, rows, kinds, seed)
+        accepted, tokens, _ = case.run()
+        for row in range(4):
+            expected = case.expected(row)
+            if tally.count(expected.margin):
+                decided = (int(accepted[row]), int(tokens[row]))
+                assert decided == (expected.num_accepted, expected.next_token), (seed, row)
+    assert tally.excluded <= 2
+
+
 def test_uses_no_operator_that_tensorrt_refuses() -> None:
-    model = accept_model(5000, trimmed(5000, 600))
+    model = accept_model(LARGE, trimmed(LARGE, 600))
     onnx.checker.check_model(ir.to_proto(model), full_check=True)
     nodes = list(model.graph.all_nodes())
     refused = {"NonZero", "Compress", "Unique", "Multinomial", "Bernoulli", "RandomUniform"}

@@ -78,6 +78,20 @@ def test_tied_head_resolves_to_the_embedding(tmp_path: Path) -> None:
     assert_same_weights(checkpoint, model)
 
 
+@pytest.mark.parametrize("equal", [True, False])
+def test_tied_head_that_is_stored_as_well(tmp_path: Path, equal: bool) -> None:
+    """Equal values are one weight; others would make transformers untie the two."""
+    save(tmp_path, llama_config(tie_word_embeddings=True))
+    head = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"].clone()
+    checkpoint = rewrite(tmp_path, **{"lm_head.weight": head if equal else head + 1})
+    expected = {n: checkpoint.shape(n) for n in checkpoint.names() - {"lm_head.weight"}}
+    if equal:
+        match_names(checkpoint, expected)
+    else:
+        with pytest.raises(CheckpointError, match=r"1 unexpected: lm_head\.weight"):
+            match_names(checkpoint, expected)
+
+
 @pytest.mark.parametrize("bare", [True, False])
 def test_base_prefix_may_be_missing(tmp_path: Path, bare: bool) -> None:
     """The GPT-2 checkpoints on the hub name their tensors without `transformer.`."""

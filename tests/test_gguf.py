@@ -75,6 +75,8 @@ def assert_same_configuration(checkpoint: Checkpoint, reference: PreTrainedModel
     ignored = {"_name_or_path", "architectures", "dtype", "quantization_config"}
     ignored |= {"bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id"}
     received, expected = checkpoint.config.to_dict(), reference.config.to_dict()
+    if expected.get("head_dim") is None:  # Qwen2Config states none
+        expected["head_dim"] = tiny_gguf.HIDDEN // tiny_gguf.HEADS
     for key in (received.keys() | expected.keys()) - ignored:
         assert received.get(key) == expected.get(key), key
 
@@ -101,9 +103,12 @@ def test_header_is_what_the_library_reads(path: Path) -> None:
 
 
 def test_head_size_is_read_where_transformers_assumes_it(path: Path) -> None:
-    """A qwen3 whose heads are not the 128 wide of the class's default."""
-    tiny_gguf.write(path, "qwen3", metadata={"qwen3.attention.key_length": 128})
-    assert open_checkpoint(path).config.head_dim == 128
+    """A qwen3 whose heads are not as wide as the class's default, 128."""
+    weights = tiny_gguf.write(path, "qwen3", head_dim=32)
+    checkpoint = open_checkpoint(path)
+    assert checkpoint.config.head_dim == 32
+    for name, value in checkpoint.load_eager().named_parameters():
+        np.testing.assert_array_equal(value.numpy(), weights[name], err_msg=name)
 
 
 # Refusals
@@ -126,7 +131,9 @@ def test_features_that_are_not_carried(path: Path, metadata: dict[str, Any], mes
         open_checkpoint(path)
 
 
-@pytest.mark.parametrize("name", ["rope_freqs.weight", "blk.0.attn_qkv.weight", "blk.0.ffn_sub_norm"])
+@pytest.mark.parametrize(
+    "name", ["rope_freqs.weight", "blk.0.attn_qkv.weight", "blk.0.ffn_sub_norm"]
+)
 def test_tensors_that_are_not_carried(path: Path, name: str) -> None:
     tiny_gguf.write(path, extra={name: np.ones(8, np.float32)})
     with pytest.raises(UnsupportedModel, match=name):
@@ -181,7 +188,7 @@ def test_special_tokens_and_template(path: Path, tmp_path: Path) -> None:
     ("pre", "text", "expected"),
     [
         ("smollm", ",  12", [",", "ĠĠ", "1", "2"]),
-        ("gpt-2", "the  and", ["t", "he", "Ġ", "Ġ", "an", "d"]),
+        ("gpt-2", "the  and", ["t", "he", "Ġ", "Ġ", "and"]),
         ("qwen2", "a\n\n12", ["a", "Ċ", "Ċ", "1", "2"]),
         ("llama-bpe", " the<|im_end|> and", ["Ġthe", "<|im_end|>", "Ġ", "and"]),
     ],
@@ -232,6 +239,7 @@ def test_example_tokenizer_and_identity(example_gguf: Path) -> None:
     assert tokenizer.decode(tokenizer.encode(chat).ids, skip_special_tokens=False) == chat
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_example_tensors_are_those_of_transformers(example_gguf: Path) -> None:
     assert_bit_equal(open_checkpoint(example_gguf), reference_model(example_gguf))

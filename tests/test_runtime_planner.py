@@ -33,7 +33,7 @@ def simulate(
         k = planner.choose(K, min(unread, window), len(alphas) - done)
         if k:
             seconds += costs.read_s(min(unread, window))
-        seconds += costs.round_s(k, 0.0)
+        seconds += costs.round_s(k)
         accepted = 0
         while accepted < k and rng.random() < alphas[done]:
             accepted += 1
@@ -41,7 +41,7 @@ def simulate(
         plan.append(k)
         done += accepted + 1
         unread = unread + 1 if k == 0 else 1 + (accepted == k)
-    return seconds / done / costs.plain_s(), plan
+    return seconds / done / costs.round_s(0), plan
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.1, 0.2])
@@ -133,8 +133,8 @@ def test_a_decoder_plans_by_the_bundles_profile(tmp_path: Path) -> None:
 def test_gaps_of_a_profile_are_filled_linearly() -> None:
     report = latency_report(row=0.5, draft=0.1) | {"verify_s": {"1": 1.0, "5": 3.0}}
     costs = LatencyProfile.from_report(report)
-    assert costs.round_s(2, 0.0) == pytest.approx(2.0 + 2 * 0.1)
-    assert costs.round_s(6, 0.0) == pytest.approx(4.0 + 6 * 0.1)
+    assert costs.round_s(2) == pytest.approx(2.0 + 2 * 0.1)
+    assert costs.round_s(6) == pytest.approx(4.0 + 6 * 0.1)
 
 
 @pytest.mark.parametrize(

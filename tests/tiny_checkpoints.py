@@ -1,4 +1,4 @@
-"""Tiny real checkpoints for tests: random weights, a byte-level tokenizer, files as users have them."""
+"""Tiny real checkpoints for tests: random weights and a byte-level tokenizer in real files."""
 
 from __future__ import annotations
 

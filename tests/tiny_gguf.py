@@ -1,4 +1,4 @@
-"""Tiny GGUF files for tests, written with the gguf library as llama.cpp's converter lays them out."""
+"""Tiny GGUF files for tests, laid out by the gguf library as llama.cpp's converter does."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ LAYER = {
 }
 
 
-def config(architecture: str, *, tied: bool) -> PretrainedConfig:
+def config(architecture: str, *, tied: bool, head_dim: int) -> PretrainedConfig:
     kinds = {"llama": type(llama_config()), "qwen2": Qwen2Config, "qwen3": Qwen3Config}
-    # head_dim is 128 for qwen3: transformers' GGUF reader takes the class's default there
+    # 128 for qwen3 unless asked: transformers' GGUF reader takes the class's default there
     return kinds[architecture](
         vocab_size=len(tokens()),
         hidden_size=HIDDEN,
@@ -43,7 +43,7 @@ def config(architecture: str, *, tied: bool) -> PretrainedConfig:
         rms_norm_eps=1e-5,
         rope_parameters={"rope_type": "default", "rope_theta": 50_000.0},
         tie_word_embeddings=tied,
-        **({"head_dim": 128} if architecture == "qwen3" else {}),
+        **({"head_dim": head_dim} if architecture == "qwen3" else {}),
     )
 
 
@@ -70,13 +70,14 @@ def write(
     *,
     kind: GGMLQuantizationType = GGMLQuantizationType.F32,
     tied: bool = False,
+    head_dim: int = 128,
     pre: str = "smollm",
     metadata: dict[str, Any] | None = None,
     extra: dict[str, np.ndarray] | None = None,
     general_architecture: str | None = None,
 ) -> dict[str, np.ndarray]:
     """Returns the float weights by Hugging Face's names, as they were before quantization."""
-    settings = config(architecture, tied=tied)
+    settings = config(architecture, tied=tied, head_dim=head_dim)
     state = {n: p.detach().numpy() for n, p in random_model(settings).named_parameters()}
     writer = GGUFWriter(str(path), general_architecture or architecture)
     _write_metadata(writer, settings, pre, metadata or {})

@@ -1,4 +1,4 @@
-"""The draft: a few of the target's own layers, its embedding, and a head over a small vocabulary."""
+"""The draft: some of the target's own layers, its embedding, and a head over fewer tokens."""
 
 import copy
 from collections.abc import Sequence
@@ -114,7 +114,7 @@ def distillation_loss(
     return (1 - overlap_weight) * kl + overlap_weight * (1 - overlap), overlap.detach()
 
 
-def predict(student: Student, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """q at every position of every row, each # [length, D] f32."""
-    with torch.inference_mode():
-        return [F.softmax(student(row[None], torch.arange(len(row))), -1) for row in rows]
+@torch.inference_mode()
+def predict(student: Student, ids: torch.Tensor) -> torch.Tensor:
+    """q after every token of ``ids`` ([length] i64). # [length, D] f32"""
+    return F.softmax(student(ids[None], torch.arange(len(ids))), -1)

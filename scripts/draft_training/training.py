@@ -33,13 +33,26 @@ class TrainOptions:
     weight_decay: float = 0.01
     clip: float = 1.0
     prompt_share: float = 0.2  # of the prompt positions, drawn anew each time
+    decay_share: float = 0.4  # of the run, at its end
     overlap_weight: float = 0.7  # of the loss, at the end of the run
     seed: int = 0
 
+    def decayed(self, progress: float) -> float:
+        """How far into the decay ``progress`` is, 0 to 1.
+
+        Until the decay begins nothing depends on the run's length, so a run may still be made
+        longer or shorter then and equals one that was planned so.
+        """
+        return min(max(0.0, (progress - 1 + self.decay_share) / self.decay_share), 1.0)
+
     def lr(self, progress: float, step: int) -> float:
-        """Warm up, then a half cosine down to 0 at ``progress`` = 1."""
+        """Warm up, hold, then decay linearly to 0."""
         warm = min(1.0, (step + 1) / self.warmup_steps)
-        return self.peak_lr * warm * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
+        return self.peak_lr * warm * (1 - self.decayed(progress))
+
+    def overlap(self, progress: float) -> float:
+        """The overlap's weight: 0 until the decay begins, then rising."""
+        return self.overlap_weight * self.decayed(progress)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +220,7 @@ class Trainer:
             group["lr"] = lr
         logits = self.student(batch.tokens, batch.positions)
         loss, overlap = distillation_loss(
-            logits, batch.top_ids, batch.top_p, options.overlap_weight * batch.progress
+            logits, batch.top_ids, batch.top_p, options.overlap(batch.progress)
         )
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()

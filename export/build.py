@@ -1,0 +1,235 @@
+"""The build: from two checkpoints to one bundle, or to a clear error and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from engines.external_data import WeightStore
+from runtime.errors import BuildError, OutriderError
+from runtime.manifest import SCHEMA, FileRecord, Gate, Limits, Manifest, ModelCard
+from runtime.text import Text
+
+from . import gates
+from .bundle_writer import BundleWriter
+from .checkpoint import Checkpoint, open_checkpoint
+from .draft import Draft, open_draft
+from .features import refuse_unsupported
+from .graphs import WrittenGraph, write_accept, write_draft, write_target
+from .precision import Precision, precision
+from .profile import measure, versions
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[str], None]
+
+DEFAULT_MAX_CONTEXT = 2048
+BACKENDS = ("onnxruntime",)
+GATE_TEXT = (
+    "def mean(values):\n    return sum(values) / len(values)\n\n"
+    "The quick brown fox jumps over the lazy dog, 42 times. Water boils at 100 degrees."
+)
+GATE_TOKENS = 48
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildRequest:
+    """What `python -m export build` was asked for; limits of None take the default."""
+
+    target: str
+    draft: str | None  # None builds a bundle that only decodes plainly
+    out: Path
+    backend: str = "onnxruntime"
+    precision: str = "int8"
+    draft_precision: str | None = None  # None: the target's
+    max_batch: int = 1
+    max_context: int | None = None
+    max_draft_tokens: int = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """A request that was checked against its checkpoints."""
+
+    target: Checkpoint
+    draft: Draft | None
+    precision: Precision
+    draft_precision: Precision
+    limits: Limits
+
+
+def build(request: BuildRequest, progress: Progress = lambda _: None) -> Path:
+    """Build a bundle; returns its path. Raises CheckpointError and BuildError.
+
+    A failure at any point leaves no directory that loads as a bundle.
+    """
+    if Path(request.out).exists():  # before the slow work; the writer checks again
+        BundleWriter(request.out).refuse_existing()
+    plan = _plan(request)
+    with BundleWriter(request.out) as writer:
+        manifest = _fill(plan, writer.directory, progress)
+        progress("hashing and moving into place")
+        return writer.finish(lambda files: _with_files(manifest, files))
+
+
+def _plan(request: BuildRequest) -> _Plan:
+    if request.backend not in BACKENDS:
+        raise BuildError(
+            f"--backend: received {request.backend!r}. Expected one of {', '.join(BACKENDS)}."
+        )
+    if request.max_batch != 1:
+        raise BuildError(
+            f"--max-batch: received {request.max_batch}. Expected 1: the runtime decodes one "
+            "sequence at a time; load one decoder a sequence."
+        )
+    if request.draft is not None and request.max_draft_tokens < 1:
+        raise BuildError(f"-k: received {request.max_draft_tokens}. Expected at least 1.")
+    chosen = precision(request.precision)
+    of_draft = precision(request.draft_precision or chosen.name, "--draft-precision")
+    target = open_checkpoint(request.target)
+    draft = open_draft(request.draft, target) if request.draft is not None else None
+    limits = Limits(
+        max_batch=request.max_batch,
+        max_context=_max_context(request.max_context, target),
+        max_draft_tokens=request.max_draft_tokens if draft else 0,
+    )
+    for checkpoint in (target, *([draft.checkpoint] if draft else [])):
+        refuse_unsupported(checkpoint.config, limits.max_context)
+    return _Plan(
+        target=target, draft=draft, precision=chosen, draft_precision=of_draft, limits=limits
+    )
+
+
+def _max_context(asked: int | None, target: Checkpoint) -> int:
+    most = getattr(target.config, "max_position_embeddings", None)
+    if asked is None:
+        return min(DEFAULT_MAX_CONTEXT, most or DEFAULT_MAX_CONTEXT)
+    if asked < 16 or (most is not None and asked > most):
+        raise BuildError(
+            f"--max-context: received {asked}. Expected 16 to {most}, the positions that "
+            f"{target.name} knows."
+        )
+    return asked
+
+
+def _fill(plan: _Plan, directory: Path, progress: Progress) -> Manifest:
+    """Write everything but the manifest; returns it with no files listed yet."""
+    onnx = directory / "onnx"
+    onnx.mkdir()
+    store = WeightStore(directory=onnx)
+    progress(f"tracing and writing the target, {plan.target.name}, {plan.precision.name}")
+    target = write_target(plan.target, plan.precision, plan.limits.max_context, store)
+    draft = None
+    if plan.draft is not None:
+        name = plan.draft.checkpoint.name
+        progress(f"tracing and writing the draft, {name}, {plan.draft_precision.name}")
+        draft = write_draft(plan.draft, plan.draft_precision, plan.limits.max_context, store)
+    d2t = plan.draft.d2t if plan.draft else None
+    write_accept(target.vocab_size, draft.vocab_size if draft else None, d2t, store)
+    if d2t is not None:
+        np.save(directory / "d2t.npy", d2t.astype(np.int64))
+    plan.target.save_tokenizer(directory)
+    manifest = _manifest(plan, target, draft)
+    progress("checking the graphs against the checkpoints")
+    manifest = replace(manifest, gates=_gates(plan, target, draft, directory))
+    progress("measuring step times")
+    _write_report(directory, "latency", measure(directory, manifest))
+    return manifest
+
+
+def _write_report(directory: Path, name: str, report: dict[str, object]) -> None:
+    reports = directory / "reports"
+    reports.mkdir(exist_ok=True)
+    (reports / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def _gates(
+    plan: _Plan, target: WrittenGraph, draft: WrittenGraph | None, directory: Path
+) -> tuple[Gate, ...]:
+    tokens = _gate_tokens(plan, directory)
+    k = max(1, min(plan.limits.max_draft_tokens, len(tokens) // 3))
+    path = directory / "onnx" / "target.onnx"
+    rows, replay, run = gates.check_target(
+        path, target.cache, target.vocab_size, tokens, k, plan.precision
+    )
+    parity = gates.parity(
+        "target parity",
+        run,
+        plan.target.load_eager,
+        tokens,
+        plan.precision,
+        target.rounded,
+        needs_bytes=plan.target.eager_bytes(),
+    )
+    found = [parity, rows, replay]
+    if plan.draft is not None and draft is not None:
+        path = directory / "onnx" / "draft.onnx"
+        found.append(
+            gates.parity(
+                "draft parity",
+                gates.draft_run(path, draft.cache, draft.vocab_size, tokens),
+                plan.draft.load_eager,
+                tokens,
+                plan.draft_precision,
+                draft.rounded,
+                needs_bytes=plan.draft.checkpoint.eager_bytes(),
+            )
+        )
+    return tuple(found)
+
+
+def _gate_tokens(plan: _Plan, directory: Path) -> list[int]:
+    """Real text where the tokenizer has words for it; always at least a few tokens."""
+    special = plan.target.special_tokens()
+    text = Text(directory / "tokenizer.json", None, special.bos_token_id, special.eos_token_ids)
+    limit = min(GATE_TOKENS, plan.limits.max_context - 2 * plan.limits.max_draft_tokens - 2)
+    ids = text.encode(GATE_TEXT)[:limit]
+    vocab = plan.target.config.vocab_size
+    if len(ids) < 12:
+        ids = [(7 * i + 3) % vocab for i in range(min(limit, 24))]
+    return [t % vocab for t in ids]
+
+
+def _manifest(plan: _Plan, target: WrittenGraph, draft: WrittenGraph | None) -> Manifest:
+    special = plan.target.special_tokens()
+    files: dict[str, FileRecord] = {}
+    return Manifest(
+        schema=SCHEMA,
+        versions=versions(),
+        backend="onnxruntime",
+        target=_card(plan.target, target, plan.precision),
+        draft=_card(plan.draft.checkpoint, draft, plan.draft_precision)
+        if plan.draft and draft
+        else None,
+        limits=plan.limits,
+        eos_token_ids=special.eos_token_ids,
+        bos_token_id=special.bos_token_id,
+        tokenizer_sha256="",
+        gates=(),
+        files=files,
+    )
+
+
+def _card(checkpoint: Checkpoint, graph: WrittenGraph, chosen: Precision) -> ModelCard:
+    return ModelCard(
+        name=checkpoint.name,
+        model_type=checkpoint.config.model_type,
+        revision=checkpoint.revision,
+        sha256=checkpoint.sha256(),
+        parameters=checkpoint.parameters,
+        precision=chosen.name,
+        vocab_size=graph.vocab_size,
+        cache=graph.cache,
+    )
+
+
+__all__ = ["BuildRequest", "OutriderError", "build"]
+
+
+def _with_files(manifest: Manifest, files: dict[str, FileRecord]) -> Manifest:
+    return replace(manifest, files=files, tokenizer_sha256=files["tokenizer.json"].sha256)

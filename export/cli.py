@@ -1,0 +1,101 @@
+"""The command line: `python -m export …`. Results on stdout, progress and errors on stderr."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from runtime.commands import Commands
+
+app = typer.Typer(
+    cls=Commands,
+    help="From a checkpoint and a draft to a compiled bundle.",
+    epilog="Example: python -m export build --target model/ --draft draft/ --out bundle/",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback()
+def _root(
+    verbose: Annotated[bool, typer.Option("--verbose", help="Log what each pass does.")] = False,
+) -> None:
+    """From a checkpoint and a draft to a compiled bundle."""
+    logging.basicConfig(level=logging.INFO if verbose else logging.WARNING)
+    for library in ("transformers", "onnxscript", "onnx_ir", "torch.onnx"):
+        logging.getLogger(library).setLevel(logging.ERROR)
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+
+
+@app.command(
+    epilog="Example: python -m export build --target build/models/SmolLM2-135M-Instruct.Q4_1.gguf "
+    "--draft examples/smollm2-draft --out build/demo"
+)
+def build(
+    target: Annotated[str, typer.Option(help="A directory, a hub id or a .gguf file.")],
+    out: Annotated[Path, typer.Option(help="The bundle's directory; must not exist.")],
+    draft: Annotated[
+        str, typer.Option(help="A draft's directory or hub id; none for plain decoding only.")
+    ] = "none",
+    backend: Annotated[str, typer.Option(help="onnxruntime.")] = "onnxruntime",
+    precision: Annotated[
+        str, typer.Option(help="Of the target's weights: fp32, int8 or int4.")
+    ] = "int8",
+    draft_precision: Annotated[
+        str | None, typer.Option(help="Of the draft's weights; default: the target's.")
+    ] = None,
+    max_batch: Annotated[int, typer.Option(help="Sequences at a time.")] = 1,
+    max_context: Annotated[
+        int | None, typer.Option(help="Prompt and answer together; default: up to 2048.")
+    ] = None,
+    k: Annotated[int, typer.Option("-k", help="Most tokens drafted a round.")] = 8,
+    as_json: Annotated[bool, typer.Option("--json", help="The result as one JSON line.")] = False,
+) -> None:
+    """Build a bundle: trace, lower, quantize, check, measure. Nothing is left if it fails."""
+    from runtime.bundle import Bundle
+
+    from .build import BuildRequest
+    from .build import build as run
+    from .inspect import as_json as described
+
+    request = BuildRequest(
+        target=target,
+        draft=None if draft == "none" else draft,
+        out=out,
+        backend=backend,
+        precision=precision,
+        draft_precision=draft_precision,
+        max_batch=max_batch,
+        max_context=max_context,
+        max_draft_tokens=k,
+    )
+    console = Console(stderr=True)
+    path = run(request, progress=lambda text: console.print(f"· {text}", highlight=False))
+    typer.echo(json.dumps(described(Bundle.load(path))) if as_json else str(path))
+
+
+@app.command(epilog="Example: python -m export inspect build/demo")
+def inspect(
+    bundle: Annotated[Path, typer.Argument(help="The bundle's directory.")],
+    as_json: Annotated[bool, typer.Option("--json", help="The same as one JSON line.")] = False,
+) -> None:
+    """Tell what is inside a bundle: models, limits, gate results, latency profile."""
+    from runtime.bundle import Bundle
+
+    from .inspect import as_json as described
+    from .inspect import describe
+
+    loaded = Bundle.load(bundle)
+    if as_json:
+        typer.echo(json.dumps(described(loaded)))
+        return
+    console = Console()
+    for table in describe(loaded):
+        console.print(table)

@@ -1,0 +1,81 @@
+"""A written graph, run row by row as gates need it: caches in the open, lengths set by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from runtime.contract import CacheSpec, GraphSpec, draft_graph, target_graph
+from runtime.executor import EngineOptions, Executor, cache_buffers
+
+Array = np.ndarray
+
+
+class GateGraph:
+    """The target graph over caches of its own. `length` rows are valid; a smaller one rolls back."""
+
+    def __init__(self, path: Path, cache: CacheSpec, vocab_size: int) -> None:
+        self._executor = Executor.load(path, self._spec(cache), EngineOptions())
+        self._cache, self._vocab = cache, vocab_size
+        self.length = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Fresh caches, nothing committed."""
+        self._past = cache_buffers(self._cache.past(), self._cache.shape(1))
+        pairs = zip(self._cache.past(), self._cache.present(), strict=True)
+        self._present = {present.name: self._past[past.name] for past, present in pairs}
+        self.length = 0
+
+    def rows(self, tokens: Sequence[int]) -> Array:
+        """Append `tokens`; returns their logits [len(tokens), vocab] f32."""
+        count = len(tokens)
+        logits = np.zeros((1, count, self._vocab), np.float32)
+        inputs = {
+            "input_ids": np.array([tokens], np.int64),
+            "past_lengths": np.array([self.length], np.int32),
+            "num_logits": np.array(count, np.int64),
+            **self._past,
+        }
+        self._executor.bind(inputs, {"logits": logits, **self._present}).run()
+        self.length += count
+        return logits[0]
+
+    @staticmethod
+    def _spec(cache: CacheSpec) -> GraphSpec:
+        return target_graph(cache)
+
+
+class DraftGateGraph:
+    """The draft graph, asked for q at temperature 1: its own law, no transform."""
+
+    def __init__(self, path: Path, cache: CacheSpec, vocab_size: int) -> None:
+        self._executor = Executor.load(path, draft_graph(cache), EngineOptions())
+        self._cache, self._vocab = cache, vocab_size
+
+    def probs(self, tokens: Sequence[int]) -> Array:
+        """q behind each prefix of `tokens`, read one token at a time: [len(tokens), D] f32."""
+        past = cache_buffers(self._cache.past(), self._cache.shape(1))
+        pairs = zip(self._cache.past(), self._cache.present(), strict=True)
+        present = {p.name: past[q.name] for q, p in pairs}
+        return np.stack([self._step(t, i, past, present) for i, t in enumerate(tokens)])
+
+    def _step(
+        self, token: int, length: int, past: dict[str, Array], present: dict[str, Array]
+    ) -> Array:
+        q = np.zeros((1, 1, self._vocab), np.float32)
+        inputs = {
+            "input_ids": np.array([[token]], np.int64),
+            "past_lengths": np.array([length], np.int32),
+            "draft_uniforms": np.zeros(1, np.float32),
+            "temperature": np.ones(1, np.float32),
+            "top_k": np.zeros(1, np.int64),
+            "top_p": np.ones(1, np.float32),
+            "min_p": np.zeros(1, np.float32),
+            **past,
+        }
+        outputs = {"draft_token": np.zeros((1, 1), np.int64), "draft_step_probs": q, **present}
+        self._executor.bind(inputs, outputs).run()
+        return q[0, 0]
