@@ -29,7 +29,7 @@ class Draft:
     checkpoint: Checkpoint  # a borrowed embedding resolves to the target's tensor
     vocab_size: int  # D, rows of the output head
     d2t: np.ndarray | None  # [D] int64, target id = i + d2t[i]; None: equal ids
-    shares_embedding: bool
+    borrowed_embedding: str | None  # the target's tensor, where the draft has none of its own
 
     def load_eager(self) -> PreTrainedModel:
         """The whole model in float32; its logits are over the draft's own D tokens."""
@@ -47,7 +47,7 @@ def open_draft(source: str | Path, target: Checkpoint, *, revision: str | None =
         return _open_distilled(checkpoint, target)
     _check_tokens(checkpoint, target)
     size = checkpoint.config.vocab_size
-    return Draft(checkpoint=checkpoint, vocab_size=size, d2t=None, shares_embedding=False)
+    return Draft(checkpoint=checkpoint, vocab_size=size, d2t=None, borrowed_embedding=None)
 
 
 def _distilled(checkpoint: Checkpoint) -> bool:
@@ -68,7 +68,8 @@ def _open_distilled(checkpoint: Checkpoint, target: Checkpoint) -> Draft:
         own=checkpoint.tensors, lender=target.tensors, borrowed=borrowed, hidden=_MAPS
     )
     checkpoint = replace(checkpoint, tensors=store, read_model=partial(build_eager, head_rows=size))
-    return Draft(checkpoint=checkpoint, vocab_size=size, d2t=d2t, shares_embedding=bool(borrowed))
+    lent = next(iter(borrowed.values()), None)
+    return Draft(checkpoint=checkpoint, vocab_size=size, d2t=d2t, borrowed_embedding=lent)
 
 
 def _check_sizes(checkpoint: Checkpoint, target: Checkpoint) -> None:

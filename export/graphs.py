@@ -28,7 +28,7 @@ from .trace import cache_spec, trace_decoder
 
 logger = logging.getLogger(__name__)
 
-Progress = Callable[[str], None]
+Share = Callable[[str], str | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,9 @@ def write_target(
     model = _bound(checkpoint, max_context, head_rows=None)
     lower(model, precision.quantizer())
     rounded = _rounded(model)
-    save(model, "target", store, share=_shared_name(checkpoint, precision))
+    embedding = checkpoint.find("model.embed_tokens.weight")
+    home = checkpoint.stored(embedding) if embedding is not None else None
+    save(model, "target", store, share=_embedding_keys(checkpoint, home, precision))
     return WrittenGraph(
         cache=cache_spec(checkpoint.config, max_context),
         vocab_size=checkpoint.config.vocab_size,
@@ -64,7 +66,8 @@ def write_draft(
     lower(model, precision.quantizer())
     append_draft_sampling(model, draft.d2t)
     rounded = _rounded(model)
-    save(model, "draft", store, share=_shared_name(checkpoint, precision))
+    home = draft.borrowed_embedding
+    save(model, "draft", store, share=_embedding_keys(checkpoint, home, precision))
     return WrittenGraph(
         cache=cache_spec(checkpoint.config, max_context),
         vocab_size=draft.vocab_size,
@@ -93,29 +96,21 @@ def _rounded(model: ir.Model) -> frozenset[str]:
     return frozenset(name for names in joined for name in names.split("+"))
 
 
-def _shared_name(
-    checkpoint: Checkpoint, precision: Precision
-) -> Callable[[str], str | None]:
-    """A key that is equal for equal bytes in two graphs of a bundle: the embedding's."""
+def _embedding_keys(checkpoint: Checkpoint, home: str | None, precision: Precision) -> Share:
+    """Keys that are equal for equal bytes in two graphs of a bundle: those of one embedding.
+
+    home: the target's name of the embedding, or None for a model whose embedding is its own.
+    """
     embedding = checkpoint.find("model.embed_tokens.weight")
-    if embedding is None:
+    if embedding is None or home is None:
         return lambda _: None
-    names = {"model.embed_tokens.weight", "lm_head.weight"}
     stored = checkpoint.stored(embedding)
 
-    def share(name: str) -> str | None:
+    def key(name: str) -> str | None:
         base, _, part = name.partition(".weight")
-        weight = base + ".weight"
-        if weight not in names or checkpoint.find(weight) is None:
+        weight = checkpoint.find(f"{base}.weight")
+        if weight is None or checkpoint.stored(weight) != stored:
             return None
-        if checkpoint.stored(checkpoint.find(weight) or weight) != stored:
-            return None
-        return f"{_origin(checkpoint, stored)}:{precision.name}:{part.removesuffix('.table')}"
+        return f"{home}:{precision.name}:{part.removesuffix('.table')}"
 
-    return share
-
-
-def _origin(checkpoint: Checkpoint, stored: str) -> str:
-    """The embedding's home: the lender's name for a draft that borrows it."""
-    borrowed = getattr(checkpoint.tensors, "borrowed", {})
-    return f"embedding:{borrowed.get(stored, stored)}"
+    return key

@@ -34,6 +34,7 @@ from .features import refuse_unsupported
 logger = logging.getLogger(__name__)
 
 OPSET = 24
+_NOISY = ("torch.onnx", "onnx_ir", "torch.export", "onnxscript")
 ATTENTION_NAME = "outrider_static_cache"
 # Keyword arguments of an attention call that change nothing in an inference graph.
 _INERT = frozenset(
@@ -326,7 +327,7 @@ def _cleaned(model: ir.Model) -> ir.Model:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """The exporter's own messages concern its internals, not the user's model."""
-    noisy = [logging.getLogger(name) for name in ("torch.onnx", "onnx_ir", "torch.export")]
+    noisy = [logging.getLogger(name) for name in _NOISY]
     levels = [log.level for log in noisy]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

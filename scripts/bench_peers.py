@@ -52,7 +52,7 @@ def run_command(
 ) -> None:
     """Measure all systems interleaved; the table goes to stderr, JSON to stdout."""
     machine = describe_machine(threads)
-    workers = [Worker(system, threads) for system in systems(Peers(), bundles or [], checkpoint)]
+    workers = start(systems(Peers(), bundles or [], checkpoint), threads)
     prompts = encoded_prompts(bundles or [], limit)
     samples = measure(workers, prompts, max_tokens, repeats)
     rows = [summary(worker, samples[worker.system.name]) for worker in workers]
@@ -64,6 +64,15 @@ def run_command(
     if out is not None:
         out.write_text(text + "\n", encoding="utf-8")
     print(text)
+
+
+def start(found: list[System], threads: int) -> list[Worker]:
+    """A worker for each system that is prepared; the others are named and left out."""
+    ready = [system for system in found if system.python.exists() and system.model.exists()]
+    for system in found:
+        if system not in ready:
+            print(f"left out: {system.name}: not prepared", file=sys.stderr)
+    return [Worker(system, threads) for system in ready]
 
 
 def systems(peers: Peers, bundles: list[Path], checkpoint: Path) -> list[System]:

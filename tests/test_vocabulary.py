@@ -66,7 +66,7 @@ def test_ordinary_draft(target: Checkpoint, tmp_path: Path) -> None:
     """Another hidden size and more padding are no obstacle."""
     save(tmp_path, llama_config(hidden_size=16, num_hidden_layers=1, vocab_size=VOCAB + 64))
     draft = open_draft(tmp_path, target)
-    assert (draft.vocab_size, draft.d2t, draft.shares_embedding) == (VOCAB + 64, None, False)
+    assert (draft.vocab_size, draft.d2t, draft.borrowed_embedding) == (VOCAB + 64, None, None)
 
 
 def test_ordinary_draft_of_another_vocabulary(target: Checkpoint, tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def change(directory: Path, **tensors: torch.Tensor | None) -> Path:
 
 def test_distilled_draft(target: Checkpoint, tmp_path: Path) -> None:
     draft = open_draft(distilled(tmp_path), target)
-    assert draft.shares_embedding
+    assert draft.borrowed_embedding == "model.embed_tokens.weight"
     assert draft.vocab_size == len(KEPT)
     assert draft.d2t is not None
     np.testing.assert_array_equal(draft.d2t + np.arange(len(KEPT)), KEPT)
