@@ -40,7 +40,7 @@ def save(
     """
     path = store.directory / f"{name}.onnx"
     data = store.directory / f"{name}.data"
-    with open(data, "wb") as file:
+    with data.open("wb") as file:
         for value in _largest_reuse_last(model.graph):
             tensor = value.const_value
             assert tensor is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 
 def producer(value: ir.Value | None, *op_types: str) -> ir.Node | None:
@@ -30,7 +31,8 @@ def is_constant(value: ir.Value | None, expected: object) -> bool:
 def operands(node: ir.Node) -> tuple[tuple[ir.Value, ir.Value], tuple[ir.Value, ir.Value]]:
     """Both orders of a commutative node's two inputs."""
     first, second = node.inputs[0], node.inputs[1]
-    assert first is not None and second is not None
+    assert first is not None
+    assert second is not None
     return (first, second), (second, first)
 
 
@@ -55,6 +57,26 @@ def attribute(node: ir.Node, name: str, default: object = None) -> object:
     return default if attr is None else attr.value
 
 
+def slice_of(value: ir.Value | None) -> tuple[ir.Value, int, int, int] | None:
+    """(source, start, end, step) of a slice along the last axis, with the end made plain."""
+    node = producer(value, "Slice")
+    source = node.inputs[0] if node is not None else None
+    if node is None or source is None or source.shape is None:
+        return None
+    rank, size = len(source.shape), source.shape[-1]
+    numbers = [constant_of(i) for i in node.inputs[1:]]
+    if not isinstance(size, int) or len(numbers) != 4 or any(n is None for n in numbers):
+        return None
+    start, end, axis, step = (int(np.ravel(n)[0]) for n in numbers)  # type: ignore[arg-type]
+    if axis not in (-1, rank - 1) or node.inputs[3] is None:
+        return None
+    if not is_constant(node.inputs[3], [axis]):
+        return None
+    start = start + size if start < 0 else start
+    end = end + size if end < 0 else min(end, size)
+    return source, start, end, step
+
+
 def replace(old: ir.Value, new: ir.Value) -> None:
     """Let every reader of `old` read `new`; a graph output keeps its name and place."""
     if new.shape is None:
@@ -69,4 +91,4 @@ def replace(old: ir.Value, new: ir.Value) -> None:
 
 
 def drop_dead(model: ir.Model) -> None:
-    ir.passes.common.RemoveUnusedNodesPass()(model)
+    RemoveUnusedNodesPass()(model)

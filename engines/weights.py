@@ -44,7 +44,7 @@ def constant(graph: ir.Graph, name: str, array: Array) -> ir.Value:
         return graph.initializers[name]
     tensor = ir.tensor(np.ascontiguousarray(array), name=name)
     value = ir.Value(
-        name=name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor
+        name=name, shape=ir.Shape(array.shape), type=ir.TensorType(tensor.dtype), const_value=tensor
     )
     graph.register_initializer(value)
     return value
@@ -62,7 +62,7 @@ def array(value: ir.Value) -> Array:
 
 def shape(value: ir.Value) -> tuple[int, ...]:
     assert value.shape is not None
-    return tuple(int(d) for d in value.shape)  # type: ignore[call-overload]
+    return value.shape.numpy()
 
 
 def transposed(graph: ir.Graph, weight: ir.Value) -> ir.Value:

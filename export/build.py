@@ -20,7 +20,9 @@ from .bundle_writer import BundleWriter
 from .checkpoint import Checkpoint, open_checkpoint
 from .draft import Draft, open_draft
 from .features import refuse_unsupported
+from .gate_graph import DraftGateGraph, GateGraph
 from .graphs import WrittenGraph, write_accept, write_draft, write_target
+from .limits import check_batch, check_draft_tokens, draft_context, target_context
 from .precision import Precision, precision
 from .profile import measure, versions
 
@@ -28,7 +30,6 @@ logger = logging.getLogger(__name__)
 
 Progress = Callable[[str], None]
 
-DEFAULT_MAX_CONTEXT = 2048
 BACKENDS = ("onnxruntime",)
 GATE_TEXT = (
     "def mean(values):\n    return sum(values) / len(values)\n\n"
@@ -61,6 +62,7 @@ class _Plan:
     precision: Precision
     draft_precision: Precision
     limits: Limits
+    draft_context: int  # rows of the draft's cache, at most the limits' max_context
 
 
 def build(request: BuildRequest, progress: Progress = lambda _: None) -> Path:
@@ -82,39 +84,27 @@ def _plan(request: BuildRequest) -> _Plan:
         raise BuildError(
             f"--backend: received {request.backend!r}. Expected one of {', '.join(BACKENDS)}."
         )
-    if request.max_batch != 1:
-        raise BuildError(
-            f"--max-batch: received {request.max_batch}. Expected 1: the runtime decodes one "
-            "sequence at a time; load one decoder a sequence."
-        )
-    if request.draft is not None and request.max_draft_tokens < 1:
-        raise BuildError(f"-k: received {request.max_draft_tokens}. Expected at least 1.")
+    batch = check_batch(request.max_batch)
     chosen = precision(request.precision)
     of_draft = precision(request.draft_precision or chosen.name, "--draft-precision")
     target = open_checkpoint(request.target)
     draft = open_draft(request.draft, target) if request.draft is not None else None
-    limits = Limits(
-        max_batch=request.max_batch,
-        max_context=_max_context(request.max_context, target),
-        max_draft_tokens=request.max_draft_tokens if draft else 0,
-    )
-    for checkpoint in (target, *([draft.checkpoint] if draft else [])):
-        refuse_unsupported(checkpoint.config, limits.max_context)
+    context = target_context(request.max_context, target.config, target.name)
+    of_draft_context = context
+    if draft is not None:
+        config, name = draft.checkpoint.config, draft.checkpoint.name
+        of_draft_context = draft_context(context, config, name)
+        refuse_unsupported(config, of_draft_context)
+    refuse_unsupported(target.config, context)
+    k = check_draft_tokens(request.max_draft_tokens, of_draft_context) if draft else 0
     return _Plan(
-        target=target, draft=draft, precision=chosen, draft_precision=of_draft, limits=limits
+        target=target,
+        draft=draft,
+        precision=chosen,
+        draft_precision=of_draft,
+        limits=Limits(max_batch=batch, max_context=context, max_draft_tokens=k),
+        draft_context=of_draft_context,
     )
-
-
-def _max_context(asked: int | None, target: Checkpoint) -> int:
-    most = getattr(target.config, "max_position_embeddings", None)
-    if asked is None:
-        return min(DEFAULT_MAX_CONTEXT, most or DEFAULT_MAX_CONTEXT)
-    if asked < 16 or (most is not None and asked > most):
-        raise BuildError(
-            f"--max-context: received {asked}. Expected 16 to {most}, the positions that "
-            f"{target.name} knows."
-        )
-    return asked
 
 
 def _fill(plan: _Plan, directory: Path, progress: Progress) -> Manifest:
@@ -128,7 +118,7 @@ def _fill(plan: _Plan, directory: Path, progress: Progress) -> Manifest:
     if plan.draft is not None:
         name = plan.draft.checkpoint.name
         progress(f"tracing and writing the draft, {name}, {plan.draft_precision.name}")
-        draft = write_draft(plan.draft, plan.draft_precision, plan.limits.max_context, store)
+        draft = write_draft(plan.draft, plan.draft_precision, plan.draft_context, store)
     d2t = plan.draft.d2t if plan.draft else None
     write_accept(target.vocab_size, draft.vocab_size if draft else None, d2t, store)
     if d2t is not None:
@@ -153,41 +143,64 @@ def _gates(
 ) -> tuple[Gate, ...]:
     tokens = _gate_tokens(plan, directory)
     k = max(1, min(plan.limits.max_draft_tokens, len(tokens) // 3))
-    path = directory / "onnx" / "target.onnx"
-    rows, replay, run = gates.check_target(
-        path, target.cache, target.vocab_size, tokens, k, plan.precision
-    )
-    parity = gates.parity(
-        "target parity",
-        run,
-        plan.target.load_eager,
-        tokens,
-        plan.precision,
-        target.rounded,
-        needs_bytes=plan.target.eager_bytes(),
-    )
-    found = [parity, rows, replay]
+    found = _target_gates(plan, target, directory / "onnx" / "target.onnx", tokens, k)
     if plan.draft is not None and draft is not None:
-        path = directory / "onnx" / "draft.onnx"
         found.append(
-            gates.parity(
-                "draft parity",
-                gates.draft_run(path, draft.cache, draft.vocab_size, tokens),
-                plan.draft.load_eager,
-                tokens,
-                plan.draft_precision,
-                draft.rounded,
-                needs_bytes=plan.draft.checkpoint.eager_bytes(),
-            )
+            _draft_gate(plan, plan.draft, draft, directory / "onnx" / "draft.onnx", tokens)
         )
     return tuple(found)
 
 
+def _target_gates(
+    plan: _Plan, written: WrittenGraph, path: Path, tokens: list[int], k: int
+) -> list[Gate]:
+    engine = GateGraph(path, written.cache, written.vocab_size)
+    with gates.exact_arithmetic(path) as variant:
+        exact = GateGraph(variant, written.cache, written.vocab_size)
+        parity = gates.parity(
+            "target parity",
+            lambda: exact.in_chunks(tokens),
+            lambda: engine.in_chunks(tokens),
+            plan.target.load_eager,
+            tokens,
+            plan.precision,
+            written.rounded,
+            needs_bytes=plan.target.eager_bytes(),
+        )
+        rows = gates.rows_at_once(exact, tokens, k)
+        noise = gates.engine_noise(engine, exact, tokens, k, plan.precision)
+    return [parity, rows, noise, gates.rollback(engine, tokens, k)]
+
+
+def _draft_gate(
+    plan: _Plan, draft: Draft, written: WrittenGraph, path: Path, tokens: list[int]
+) -> Gate:
+    tokens = tokens[: plan.draft_context]
+
+    def run(graph: Path) -> Callable[[], np.ndarray]:
+        return lambda: DraftGateGraph(graph, written.cache, written.vocab_size).probs(tokens)
+
+    with gates.exact_arithmetic(path) as variant:
+        return gates.parity(
+            "draft parity",
+            run(variant),
+            run(path),
+            draft.load_eager,
+            tokens,
+            plan.draft_precision,
+            written.rounded,
+            needs_bytes=draft.checkpoint.eager_bytes(),
+        )
+
+
 def _gate_tokens(plan: _Plan, directory: Path) -> list[int]:
-    """Real text where the tokenizer has words for it; always at least a few tokens."""
+    """Real text where the tokenizer has words for it; always at least a few tokens.
+
+    At most 3/4 of the context: the gates append another third to it.
+    """
     special = plan.target.special_tokens()
     text = Text(directory / "tokenizer.json", None, special.bos_token_id, special.eos_token_ids)
-    limit = min(GATE_TOKENS, plan.limits.max_context - 2 * plan.limits.max_draft_tokens - 2)
+    limit = min(GATE_TOKENS, plan.limits.max_context * 3 // 4 - 1)
     ids = text.encode(GATE_TEXT)[:limit]
     vocab = plan.target.config.vocab_size
     if len(ids) < 12:

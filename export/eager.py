@@ -26,6 +26,7 @@ def build_eager(checkpoint: Checkpoint, head_rows: int | None = None) -> PreTrai
         if head_rows is not None:
             hidden = checkpoint.config.hidden_size
             model.set_output_embeddings(torch.nn.Linear(hidden, head_rows, bias=False))
+    model.tie_weights()  # left out with the initialisation; one tensor where the model has one
     state = model.state_dict(keep_vars=True)
     matched = match_names(checkpoint, {name: tuple(value.shape) for name, value in state.items()})
     with torch.no_grad():

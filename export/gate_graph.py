@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from runtime.contract import CacheSpec, GraphSpec, draft_graph, target_graph
 from runtime.executor import EngineOptions, Executor, cache_buffers
 
-Array = np.ndarray
+Array = NDArray[Any]
 
 
 class GateGraph:
-    """The target graph over caches of its own. `length` rows are valid; a smaller one rolls back."""
+    """The target graph over caches of its own: `length` rows are valid, fewer is a rollback."""
 
     def __init__(self, path: Path, cache: CacheSpec, vocab_size: int) -> None:
-        self._executor = Executor.load(path, self._spec(cache), EngineOptions())
+        self._executor = Executor.load(path, self._spec(cache), EngineOptions(spin=False))
         self._cache, self._vocab = cache, vocab_size
         self.length = 0
         self.reset()
@@ -33,7 +35,7 @@ class GateGraph:
         """Append `tokens`; returns their logits [len(tokens), vocab] f32."""
         count = len(tokens)
         logits = np.zeros((1, count, self._vocab), np.float32)
-        inputs = {
+        inputs: dict[str, Array] = {
             "input_ids": np.array([tokens], np.int64),
             "past_lengths": np.array([self.length], np.int32),
             "num_logits": np.array(count, np.int64),
@@ -42,6 +44,12 @@ class GateGraph:
         self._executor.bind(inputs, {"logits": logits, **self._present}).run()
         self.length += count
         return logits[0]
+
+    def in_chunks(self, tokens: Sequence[int]) -> Array:
+        """A clean run over `tokens` in two chunks: [len(tokens), vocab] f32."""
+        self.reset()
+        half = len(tokens) // 2
+        return np.concatenate([self.rows(tokens[:half]), self.rows(tokens[half:])])
 
     @staticmethod
     def _spec(cache: CacheSpec) -> GraphSpec:
@@ -52,7 +60,7 @@ class DraftGateGraph:
     """The draft graph, asked for q at temperature 1: its own law, no transform."""
 
     def __init__(self, path: Path, cache: CacheSpec, vocab_size: int) -> None:
-        self._executor = Executor.load(path, draft_graph(cache), EngineOptions())
+        self._executor = Executor.load(path, draft_graph(cache), EngineOptions(spin=False))
         self._cache, self._vocab = cache, vocab_size
 
     def probs(self, tokens: Sequence[int]) -> Array:
@@ -66,7 +74,7 @@ class DraftGateGraph:
         self, token: int, length: int, past: dict[str, Array], present: dict[str, Array]
     ) -> Array:
         q = np.zeros((1, 1, self._vocab), np.float32)
-        inputs = {
+        inputs: dict[str, Array] = {
             "input_ids": np.array([[token]], np.int64),
             "past_lengths": np.array([length], np.int32),
             "draft_uniforms": np.zeros(1, np.float32),
@@ -76,6 +84,10 @@ class DraftGateGraph:
             "min_p": np.zeros(1, np.float32),
             **past,
         }
-        outputs = {"draft_token": np.zeros((1, 1), np.int64), "draft_step_probs": q, **present}
+        outputs: dict[str, Array] = {
+            "draft_token": np.zeros((1, 1), np.int64),
+            "draft_step_probs": q,
+            **present,
+        }
         self._executor.bind(inputs, outputs).run()
         return q[0, 0]

@@ -1,6 +1,6 @@
 """From an open checkpoint to a written backend graph: trace, bind, lower, save.
 
-    checkpoint ─ trace ─▶ portable ─ lower ─▶ backend graph ─ quantized as it is written ─▶ onnx/
+checkpoint ─ trace ─▶ portable ─ lower ─▶ backend graph ─ quantized as it is written ─▶ onnx/
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def write_target(
     """Trace, lower and write `target.onnx`; weights are read and written one at a time."""
     model = _bound(checkpoint, max_context, head_rows=None)
     lower(model, precision.quantizer())
-    rounded = _rounded(model)
+    rounded = _rounded(model, checkpoint)
     embedding = checkpoint.find("model.embed_tokens.weight")
     home = checkpoint.stored(embedding) if embedding is not None else None
     save(model, "target", store, share=_embedding_keys(checkpoint, home, precision))
@@ -65,7 +65,7 @@ def write_draft(
     fix_num_logits(model, 1)
     lower(model, precision.quantizer())
     append_draft_sampling(model, draft.d2t)
-    rounded = _rounded(model)
+    rounded = _rounded(model, checkpoint)
     home = draft.borrowed_embedding
     save(model, "draft", store, share=_embedding_keys(checkpoint, home, precision))
     return WrittenGraph(
@@ -89,11 +89,17 @@ def _bound(checkpoint: Checkpoint, max_context: int, head_rows: int | None) -> i
     return model
 
 
-def _rounded(model: ir.Model) -> frozenset[str]:
-    """Weights behind `….codes` initializers; joined ones are named `a+b`."""
-    codes = [n for n in model.graph.initializers if n.endswith((".codes", ".codes.table"))]
-    joined = [n.removesuffix(".table").removesuffix(".codes") for n in codes]
-    return frozenset(name for names in joined for name in names.split("+"))
+def _rounded(model: ir.Model, checkpoint: Checkpoint) -> frozenset[str]:
+    """Weights behind `….codes` initializers; joined ones are named `a+b`.
+
+    A graph knows a tied embedding by its head's name alone: a table of it stands for both.
+    """
+    codes = [n for n in model.graph.initializers if n.endswith(".codes")]
+    names = {name for n in codes for name in n.removesuffix(".codes").split("+")}
+    tables = [n for n in model.graph.initializers if n.endswith(".codes.table")]
+    embedded = {checkpoint.stored(n.removesuffix(".codes.table")) for n in tables}
+    twins = {n for n in checkpoint.names() if checkpoint.stored(n) in embedded}
+    return frozenset(names | twins)
 
 
 def _embedding_keys(checkpoint: Checkpoint, home: str | None, precision: Precision) -> Share:

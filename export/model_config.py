@@ -54,7 +54,7 @@ def _refusal(config: PretrainedConfig) -> str | None:
         method = _get(quantization, "quant_method") or "unknown"
         return f"weights quantized with {method!r}; use the checkpoint they were made from"
     parts = sorted(getattr(config, "sub_configs", None) or {})
-    if config.get_text_config() is not config or parts:
+    if parts or config.get_text_config() is not config:
         return f"a multi-modal model with parts {parts}"
     if getattr(config, "is_encoder_decoder", False):
         return "an encoder and a decoder"

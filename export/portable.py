@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import numpy as np
@@ -11,6 +12,7 @@ from onnxscript.optimizer import optimize_ir
 from onnxscript.rewriter import pattern, rewrite
 
 from engines.weights import lazy
+from engines.weights import shape as shape_of
 from runtime.errors import BuildError
 
 
@@ -65,27 +67,16 @@ def bind_weights(
     model: ir.Model, load: Callable[[str], np.ndarray], names: dict[str, str] | None = None
 ) -> None:
     """Give every weight of the graph its maker: `load(checkpoint name) -> [shape] f32`."""
-    for value in list(model.graph.initializers.values()):
-        if value.const_value is not None:
-            continue
-        name = str(value.name)
-        source = (names or {}).get(name, name)
-        assert value.shape is not None
-        shape = tuple(int(d) for d in value.shape)  # type: ignore[call-overload]
-        del model.graph.initializers[name]
-        bound = lazy(
-            model.graph, name, lambda s=source: load(s), ir.DataType.FLOAT, shape  # type: ignore[misc]
-        )
-        value.replace_all_uses_with(bound)
+    for name, shape in weight_shapes(model).items():
+        value = model.graph.initializers.pop(name)
+        make = functools.partial(load, (names or {}).get(name, name))
+        value.replace_all_uses_with(lazy(model.graph, name, make, ir.DataType.FLOAT, shape))
 
 
 def weight_shapes(model: ir.Model) -> dict[str, tuple[int, ...]]:
     """Weights that the graph expects from a checkpoint: name → shape."""
-    return {
-        str(v.name): tuple(int(d) for d in v.shape)  # type: ignore[union-attr,call-overload]
-        for v in model.graph.initializers.values()
-        if v.const_value is None
-    }
+    values = [v for v in model.graph.initializers.values() if v.const_value is None]
+    return {str(v.name): shape_of(v) for v in values}
 
 
 def fix_num_logits(model: ir.Model, rows: int) -> None:

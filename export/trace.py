@@ -7,7 +7,8 @@ over them under a mask made from per-row lengths (`Attention`), so that one grap
 plain decoding and verification, rows of a batch may differ, and rollback is a smaller length.
 
 An argument that the attention function does not carry is refused by name, never dropped: a soft
-cap or a window that goes missing still gives fluent text.
+cap or a window that goes missing still gives fluent text. The window is read from the mask that
+the model asks for (`export.masks`), because the mask is what its eager attention obeys.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import contextlib
 import copy
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +30,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from runtime.contract import CacheSpec
 from runtime.errors import BuildError, UnsupportedModel
 
-from .features import refuse_unsupported
+from .features import carried, refuse_unsupported
+from .masks import AskedMask, read_mask
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +42,8 @@ ATTENTION_NAME = "outrider_static_cache"
 _INERT = frozenset(
     {"dropout", "position_ids", "is_causal", "use_cache", "output_attentions", "cache_position",
      "output_hidden_states", "return_dict", "layer_idx", "head_mask", "logits_to_keep",
-     "past_key_values", "position_embeddings", "output_router_logits", "num_items_in_batch"}
+     "past_key_values", "position_embeddings", "output_router_logits", "num_items_in_batch",
+     "sliding_window"}  # the mask has the window that counts
 )  # fmt: skip
 
 
@@ -113,9 +116,8 @@ def _attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: AskedMask | torch.Tensor | None,
     scaling: float | None = None,
-    sliding_window: int | None = None,
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -128,10 +130,10 @@ def _attention(
             f"{type(module).__name__}: received attention arguments {dropped}. Expected none "
             "beyond scale, sliding window and soft cap; this model can't be exported exactly."
         )
-    if attention_mask is not None:
+    if not isinstance(attention_mask, AskedMask):
         raise UnsupportedModel(
-            f"{type(module).__name__}: the model makes its own attention mask. Expected a mask "
-            "from transformers' mask interface; this model can't be exported exactly."
+            f"{type(module).__name__}: the model makes its own attention mask, or none. Expected "
+            "one from transformers' mask interface; this model can't be exported exactly."
         )
     layer = getattr(module, "layer_idx", None)
     if layer is None or layer in _recorder.present or 2 * layer >= len(_recorder.past):
@@ -139,26 +141,36 @@ def _attention(
             f"{type(module).__name__}: received layer index {layer!r} twice or out of range. "
             "Expected one key/value cache a layer; shared or extra caches aren't carried."
         )
-    if value.shape[-1] != key.shape[-1] or key.shape[1:2] != value.shape[1:2]:
-        raise UnsupportedModel(
-            f"{type(module).__name__}: received keys {list(key.shape)} and values "
-            f"{list(value.shape)}. Expected equal head sizes."
-        )
+    _check_cache(type(module).__name__, _recorder.past[2 * layer], key, value)
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
     out = _recorder.attend(
         layer, query, key, value,
-        scale=float(scaling), window=sliding_window, softcap=float(softcap or 0.0),
+        scale=float(scaling), window=attention_mask.window, softcap=float(softcap or 0.0),
     )  # fmt: skip
     return out.transpose(1, 2).contiguous(), None
 
 
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    return None
+def _check_cache(name: str, cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    """Keys and values of one layer have the geometry that the configuration promised."""
+    expected = (cache.shape[1], cache.shape[3])
+    received = [(rows.shape[1], rows.shape[3]) for rows in (key, value)]
+    if received != [expected, expected]:
+        raise UnsupportedModel(
+            f"{name}: received keys and values of (heads, head size) {received}. Expected "
+            f"{expected} for both, in every layer, as the configuration says."
+        )
+
+
+def _mask(*, mask_function: Callable[..., torch.Tensor], config: Any, **_: Any) -> AskedMask:
+    """The function that transformers calls for every kind of mask of the traced model."""
+    if _recorder is None:
+        raise BuildError("mask asked for outside a trace; call export.trace.trace_decoder.")
+    return read_mask(mask_function, _recorder.max_context, config.model_type)
 
 
 AttentionInterface.register(ATTENTION_NAME, _attention)
-ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _no_mask)
+ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _mask)
 
 
 @contextlib.contextmanager
@@ -195,6 +207,7 @@ class _StaticCacheDecoder(torch.nn.Module):
         with _recording(recorder):
             out = self.model(
                 input_ids=input_ids,
+                attention_mask=torch.ones_like(input_ids),  # or transformers looks for packing
                 position_ids=positions,
                 use_cache=False,
                 logits_to_keep=logit_rows,
@@ -233,7 +246,7 @@ def trace_decoder(
     Raises UnsupportedModel for a feature that the graph would not carry.
     """
     refuse_unsupported(config, max_context)
-    config = copy.deepcopy(config)
+    config = carried(config, max_context)
     with _quiet(), FakeTensorMode(allow_non_fake_inputs=True):
         model = _build(config, head_rows)
         program = _export(_StaticCacheDecoder(model, max_context), cache_spec(config, max_context))
@@ -253,8 +266,8 @@ def _build(config: PretrainedConfig, head_rows: int | None) -> torch.nn.Module:
 def _give_real_buffers(model: torch.nn.Module, config: PretrainedConfig) -> None:
     """Rotary frequencies and the like aren't in the checkpoint: take them from a real model.
 
-    A one-layer model of the same configuration has the same buffers outside its layers; buffers
-    inside layers are matched by name without the layer index.
+    A model with one layer of each kind has the same buffers outside its layers; buffers inside
+    layers are matched by name without the layer index.
     """
     from torch.utils._python_dispatch import _disable_current_modes
 
@@ -266,7 +279,7 @@ def _give_real_buffers(model: torch.nn.Module, config: PretrainedConfig) -> None
         source = _without_layer(name)
         if source not in real:
             raise UnsupportedModel(
-                f"{type(model).__name__}: buffer {name} isn't in a one-layer model of the same "
+                f"{type(model).__name__}: buffer {name} isn't in a smaller model of the same "
                 "configuration; this model can't be traced without its weights."
             )
         owner, _, leaf = name.rpartition(".")
@@ -275,10 +288,11 @@ def _give_real_buffers(model: torch.nn.Module, config: PretrainedConfig) -> None
 
 
 def _shrink(config: PretrainedConfig) -> None:
-    """Make a configuration small in what its buffers don't depend on: layers, vocabulary, MLP."""
-    config.num_hidden_layers = 1
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:1]
+    """Keep one layer of each kind: rotary frequencies may differ between kinds of layers."""
+    kinds = list(dict.fromkeys(getattr(config, "layer_types", None) or ()))
+    config.num_hidden_layers = max(1, len(kinds))
+    if kinds:
+        config.layer_types = kinds
 
 
 def _without_layer(name: str) -> str:

@@ -99,15 +99,23 @@ def _check_contents(manifest: Manifest) -> None:
             f"tokenizer.json: received digest {digest}. Expected {manifest.tokenizer_sha256}, the "
             "tokenizer that the models were built for; rebuild the bundle."
         )
-    for card in filter(None, (manifest.target, manifest.draft)):
-        _check_card(card, manifest)
+    _check_caches(manifest)
 
 
-def _check_card(card: ModelCard, manifest: Manifest) -> None:
-    if card.cache.max_context != manifest.limits.max_context:
+def _check_caches(manifest: Manifest) -> None:
+    """The target's cache holds the context; a draft's may be shorter, but hold a round."""
+    limits, draft = manifest.limits, manifest.draft
+    _check_rows(manifest.target, limits.max_context, limits.max_context)
+    if draft is not None:
+        _check_rows(draft, min(2 * limits.max_draft_tokens, limits.max_context), limits.max_context)
+
+
+def _check_rows(card: ModelCard, least: int, most: int) -> None:
+    if not least <= card.cache.max_context <= most:
+        expected = f"max_context {most}" if least == most else f"{least} to {most}"
         raise BundleError(
             f"manifest.json: {card.name}: received a cache of {card.cache.max_context} rows. "
-            f"Expected max_context {manifest.limits.max_context}; rebuild the bundle."
+            f"Expected {expected}; rebuild the bundle."
         )
 
 

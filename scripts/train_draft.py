@@ -159,22 +159,25 @@ def run_training(job: Job, options: TrainOptions, minutes: float | None) -> Trai
 
 
 class Printer:
-    """Prints the mean of every ``every`` reports to stderr."""
+    """Prints the mean over the reports since the last line whenever ``every`` divides the step."""
 
     def __init__(self, every: int) -> None:
-        self.every, self.loss, self.overlap = every, 0.0, 0.0
+        self.every, self.pending = every, list[Report]()
 
     def __call__(self, report: Report) -> None:
-        self.loss += report.loss / self.every
-        self.overlap += report.overlap / self.every
+        self.pending.append(report)
         if report.step % self.every:
             return
+        loss, overlap = (
+            sum(getattr(r, name) for r in self.pending) / len(self.pending)
+            for name in ("loss", "overlap")
+        )
         console.print(
             f"step {report.step} ({report.progress:.1%}, {report.elapsed_s / 60:.1f} min): "
-            f"loss {self.loss:.4f}, overlap {self.overlap:.4f}, lr {report.lr:.2e}",
+            f"loss {loss:.4f}, overlap {overlap:.4f}, lr {report.lr:.2e}",
             highlight=False,
         )
-        self.loss = self.overlap = 0.0
+        self.pending.clear()
 
 
 def tell(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 # Before anything imports an engine: both read these once, when they are loaded.
@@ -59,3 +60,59 @@ def example_gguf() -> Path:
     if path is None:
         pytest.skip(NO_MODEL)
     return path
+
+
+# Tiny checkpoints and bundles, made once a session; the imports are heavy and stay inside.
+
+
+@pytest.fixture(scope="session")
+def kept_traces() -> Iterator[None]:
+    """Builds trace a configuration once a session."""
+    from helpers_build import keep_traces
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        keep_traces(monkeypatch)
+        yield
+
+
+@pytest.fixture(scope="session")
+def build_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("builds")
+
+
+@pytest.fixture(scope="session")
+def tiny_target(build_root: Path) -> Path:
+    """A tied Llama of two layers, f32."""
+    from helpers_build import save_target
+
+    return save_target(build_root / "target")
+
+
+@pytest.fixture(scope="session")
+def tiny_draft(build_root: Path) -> Path:
+    """Its draft: one layer, some of the tokens, the target's embedding, fewer positions."""
+    from helpers_build import save_distilled
+
+    return save_distilled(build_root / "draft")
+
+
+@pytest.fixture(scope="session")
+def own_draft_bundle(kept_traces: None, build_root: Path, tiny_target: Path) -> Path:
+    """fp32, the target as its own draft."""
+    from helpers_build import build_bundle
+
+    return build_bundle(build_root / "own-draft", tiny_target, tiny_target, "fp32")
+
+
+@pytest.fixture(scope="session")
+def fp32_bundle(kept_traces: None, build_root: Path, tiny_target: Path, tiny_draft: Path) -> Path:
+    from helpers_build import build_bundle
+
+    return build_bundle(build_root / "fp32", tiny_target, tiny_draft, "fp32")
+
+
+@pytest.fixture(scope="session")
+def int4_bundle(kept_traces: None, build_root: Path, tiny_target: Path, tiny_draft: Path) -> Path:
+    from helpers_build import build_bundle
+
+    return build_bundle(build_root / "int4", tiny_target, tiny_draft, "int4")

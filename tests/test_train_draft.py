@@ -149,6 +149,8 @@ def test_layout_is_exact(run: Run) -> None:
     assert {1, 2} <= set(ids.tolist()), "special tokens always get in"
     card = (result.out / "README.md").read_text()
     assert "license: apache-2.0" in card
+    assert f"--draft-vocab {DRAFT_VOCAB}" in card
+    assert "--threads" not in card, "it doesn't change the result"
     assert str(result.out.parent) not in card
 
 
@@ -329,6 +331,7 @@ def test_bad_options(run: Run, tmp_path: Path) -> None:
     _refused(run(draft_vocab=VOCAB + 1), f"--draft-vocab: received {VOCAB + 1}")
     _refused(run(shard="2/2"), "INDEX < COUNT")
     _refused(run(target=tmp_path / "absent"), "neither a directory nor a .gguf file")
+    _refused(run(target=tmp_path), f"--target: {tmp_path} doesn't load")
     _refused(run(minutes=0), "run the same command with more minutes")
 
 

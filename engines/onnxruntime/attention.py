@@ -2,7 +2,8 @@
 
 `TensorScatter` + `Attention` read the whole static cache under a mask. ONNX Runtime's
 GroupQueryAttention appends to the same buffer and reads only the rows that are there; RoPE runs
-inside where the graph's own could be matched, and stays outside where it could not.
+inside where the graph's own could be matched, and stays outside where it could not. Heads of a size
+that the operator doesn't take stay with the standard operators, which compute the same, slower.
 """
 
 from __future__ import annotations
@@ -13,11 +14,16 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from ..matching import attribute, drop_dead, producer, replace
+from ..matching import attribute, drop_dead, last_dim, producer, replace, slice_of
 from ..weights import constant
 from .rotary import Rotary, match_rotary, tabulate
 
 logger = logging.getLogger(__name__)
+
+# What ONNX Runtime 1.32's CPU kernel takes: head sizes in eights; with RoPE inside, head and rotary
+# sizes in sixteens.
+_HEAD_MULTIPLE = 8
+_ROTARY_MULTIPLE = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,10 +41,14 @@ class _Site:
 
 
 class GroupQueryAttentionPass(ir.passes.InPlacePass):
-    """Requires static-cache attention nodes; ensures that none is left."""
+    """Requires that attention has static caches; ensures that none of a fitting size is left."""
+
+    def requires(self, model: ir.Model) -> None:
+        for node in _fitting(model):
+            _site(node)
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        sites = [_site(n) for n in list(model.graph) if n.op_type == "Attention"]
+        sites = [_site(node) for node in _fitting(model)]
         lengths = _Lengths(model.graph) if sites else None
         tables: dict[tuple[ir.Value, ir.Value], tuple[ir.Value, ir.Value]] = {}
         for site in sites:
@@ -50,27 +60,46 @@ class GroupQueryAttentionPass(ir.passes.InPlacePass):
         return ir.passes.PassResult(model, modified=bool(sites))
 
     def ensures(self, model: ir.Model) -> None:
-        left = [n.name for n in model.graph if n.op_type in ("Attention", "TensorScatter")]
+        left = [node.name for node in _fitting(model)]
         if left:
             raise ir.passes.PostconditionError(f"attention left over: {left[:3]}")
 
 
+def _fitting(model: ir.Model) -> list[ir.Node]:
+    """Attention nodes whose heads have a size that GroupQueryAttention takes."""
+    nodes = [node for node in model.graph if node.op_type == "Attention"]
+    return [node for node in nodes if _head_dim(node.inputs[0]) % _HEAD_MULTIPLE == 0]
+
+
+def _head_dim(value: ir.Value | None) -> int:
+    size = last_dim(value) if value is not None else None
+    if size is None:
+        raise ir.passes.PreconditionError("attention over heads of unknown size")
+    return size
+
+
 def _site(node: ir.Node) -> _Site:
-    query, present_key, present_value = node.inputs[:3]
-    scatter_key = producer(present_key, "TensorScatter")
-    scatter_value = producer(present_value, "TensorScatter")
-    if scatter_key is None or scatter_value is None or query is None:
+    query, present_key, present_value = _inputs(node)[:3]
+    scatter_key, scatter_value = (
+        producer(v, "TensorScatter") for v in (present_key, present_value)
+    )
+    if scatter_key is None or scatter_value is None:
         raise ir.passes.PreconditionError(f"{node.name}: attention without a static cache")
+    (past_key, key), (past_value, value) = _inputs(scatter_key)[:2], _inputs(scatter_value)[:2]
     return _Site(
         node=node,
         query=query,
-        key=scatter_key.inputs[1],
-        value=scatter_value.inputs[1],
-        past_key=scatter_key.inputs[0],
-        past_value=scatter_value.inputs[0],
+        key=key,
+        value=value,
+        past_key=past_key,
+        past_value=past_value,
         present_key=present_key,
         present_value=present_value,
-    )  # type: ignore[arg-type]
+    )
+
+
+def _inputs(node: ir.Node) -> list[ir.Value]:
+    return [value for value in node.inputs if value is not None]
 
 
 class _Lengths:
@@ -119,7 +148,15 @@ def _lower(
     flat = [_flattened(graph, site.node, v) for v in (query, key, site.value)]
     attention = ir.node(
         "GroupQueryAttention",
-        [*_packed(flat), site.past_key, site.past_value, lengths.seqlens_k, lengths.total, cos, sin],
+        [
+            *_packed(flat),
+            site.past_key,
+            site.past_value,
+            lengths.seqlens_k,
+            lengths.total,
+            cos,
+            sin,
+        ],
         attributes,
         domain="com.microsoft",
         num_outputs=3,
@@ -148,7 +185,9 @@ def _rotary_tables(
     query, key = match_rotary(site.query), match_rotary(site.key)
     if query is None or key is None or (query.cos, query.sin) != (key.cos, key.sin):
         return None
-    if query.interleaved != key.interleaved:
+    if query.interleaved != key.interleaved or _head_dim(site.query) % _ROTARY_MULTIPLE:
+        return None
+    if query.rotary_dim % _ROTARY_MULTIPLE:
         return None
     angles = (query.cos, query.sin)
     if angles not in tables:
@@ -178,9 +217,8 @@ def _flattened(graph: ir.Graph, before: ir.Node, value: ir.Value) -> ir.Value:
         split = transpose.inputs[0]
         reshape = producer(split, "Reshape")
         flat = reshape.inputs[0] if reshape is not None else None
-        if flat is not None and flat.shape is not None and len(flat.shape) == 3:
-            if flat.shape[-1] == width:
-                return flat
+        if flat is not None and _is_flat(flat, width):
+            return flat
     else:
         back = ir.node("Transpose", [value], {"perm": [0, 2, 1, 3]})
         graph.insert_before(before, back)
@@ -193,11 +231,22 @@ def _flattened(graph: ir.Graph, before: ir.Node, value: ir.Value) -> ir.Value:
     return merge.outputs[0]
 
 
+def _is_flat(value: ir.Value, width: int | None) -> bool:
+    """[batch, query_len, width]"""
+    return value.shape is not None and len(value.shape) == 3 and last_dim(value) == width
+
+
 def _packed(flat: list[ir.Value]) -> list[ir.Value | None]:
     """One packed input where the three are the parts of one projection, in order."""
     split = producer(flat[0], "Split")
     if split is not None and list(split.outputs) == flat:
         return [split.inputs[0], None, None]
+    parts = [part for part in map(slice_of, flat) if part is not None]
+    if len(parts) == len(flat) and len({part[0] for part in parts}) == 1:
+        source, ends = parts[0][0], [0, *(part[2] for part in parts)]
+        adjacent = all(p[1] == end and p[3] == 1 for p, end in zip(parts, ends, strict=False))
+        if adjacent and ends[-1] == last_dim(source):
+            return [source, None, None]
     return list(flat)
 
 
@@ -231,9 +280,8 @@ def _bypass(transpose: ir.Node, flat: ir.Value) -> None:
         return
     for use in list(transpose.outputs[0].uses()):
         out = use.node.outputs[0]
-        if use.node.op_type == "Reshape" and out.shape is not None and len(out.shape) == 3:
-            if flat.shape is not None and out.shape[-1] == flat.shape[-1]:
-                replace(out, flat)
+        if use.node.op_type == "Reshape" and _is_flat(out, last_dim(flat)):
+            replace(out, flat)
     if not transpose.outputs[0].uses():
         graph = transpose.graph
         assert graph is not None

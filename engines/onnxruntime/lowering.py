@@ -5,48 +5,51 @@ from __future__ import annotations
 import logging
 
 import onnx_ir as ir
-from onnxscript.rewriter.ort_fusions.rms_normalization import fuse_rms_normalization
-from onnxscript.rewriter.ort_fusions.skip_normalization import (
-    fuse_skip_layer_normalization,
-    fuse_skip_rms_normalization,
-)
 
+from runtime.errors import BuildError, OutriderError
+
+from ..weight_expressions import FoldWeightExpressionsPass
 from .activations import SiluPass
 from .attention import GroupQueryAttentionPass
+from .conv1d import GemmToLinearPass
 from .full_precision import FoldTransposePass
+from .normalization import NormalizationPass
 from .projections import PackedProjectionsPass
 from .quantized import QuantizedLinearPass, Quantizer
 
 logger = logging.getLogger(__name__)
 
 
-class NormalizationPass(ir.passes.InPlacePass):
-    """RMS norms, with the residual addition before them, by the library's own rules."""
-
-    def call(self, model: ir.Model) -> ir.passes.PassResult:
-        fused = fuse_rms_normalization(model)
-        skipped = fuse_skip_rms_normalization(model) + fuse_skip_layer_normalization(model)
-        if skipped:
-            model.graph.opset_imports["com.microsoft"] = 1
-        logger.info("norms: %d fused, %d with their residual", fused, skipped)
-        return ir.passes.PassResult(model, modified=bool(fused + skipped))
-
-
 def passes(quantizer: Quantizer | None) -> list[ir.passes.PassBase]:
     """All passes for one precision; None keeps weights f32."""
     last = FoldTransposePass() if quantizer is None else QuantizedLinearPass(quantizer)
     return [
+        FoldWeightExpressionsPass(),
+        GemmToLinearPass(),
         PackedProjectionsPass(),
-        GroupQueryAttentionPass(),
         NormalizationPass(),
+        GroupQueryAttentionPass(),
         SiluPass(),
         last,
     ]
 
 
 def lower(model: ir.Model, quantizer: Quantizer | None) -> ir.Model:
-    """Lower the portable graph in place for ONNX Runtime; errors name the pass."""
+    """Lower the portable graph in place for ONNX Runtime.
+
+    Raises BuildError naming the pass, whatever went wrong in it.
+    """
     for step in passes(quantizer):
-        result = step(model)
-        logger.info("%s: %s", type(step).__name__, "changed" if result.modified else "no change")
+        name = type(step).__name__
+        try:
+            result = step(model)
+        except OutriderError:
+            raise
+        except Exception as error:  # a pass may fail in any way on a graph that it didn't expect
+            cause = error.__cause__ or error
+            raise BuildError(
+                f"lowering pass {name}: {cause}. Expected a portable graph that it can rewrite; "
+                "please report the model with its config.json."
+            ) from error
+        logger.info("%s: %s", name, "changed" if result.modified else "no change")
     return model

@@ -19,20 +19,27 @@ from .projections import Linear, match_linear
 
 
 class BlockFormat(Protocol):
-    bits: int
-    block: int
-    symmetric: bool
+    """How codes are laid out; see calibration.block_quantization."""
 
-    def blocks(self, features: int) -> int: ...
+    @property
+    def bits(self) -> int: ...
+    @property
+    def block(self) -> int: ...
+    @property
+    def symmetric(self) -> bool: ...
     @property
     def blob_bytes(self) -> int: ...
+    def blocks(self, features: int) -> int: ...
     def zero_point_bytes(self, features: int) -> int: ...
 
 
 class Quantized(Protocol):
-    codes: np.ndarray
-    scales: np.ndarray
-    zero_points: np.ndarray | None
+    @property
+    def codes(self) -> np.ndarray: ...
+    @property
+    def scales(self) -> np.ndarray: ...
+    @property
+    def zero_points(self) -> np.ndarray | None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +52,11 @@ class Quantizer:
 
 
 class QuantizedLinearPass(ir.passes.InPlacePass):
-    """Ensures that no MatMul by a weight and no Gather from a weight table is left in f32."""
+    """Ensures that no MatMul by a weight and no Gather from a weight table is left in f32.
+
+    But for a table whose rows aren't whole blocks: MatMulNBits knows the width of a padded row,
+    GatherBlockQuantized doesn't.
+    """
 
     def __init__(self, quantizer: Quantizer) -> None:
         super().__init__()
@@ -54,7 +65,7 @@ class QuantizedLinearPass(ir.passes.InPlacePass):
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         linears = [m for m in (match_linear(n) for n in model.graph) if m is not None]
         tables = [n for n in model.graph if n.op_type == "Gather" and is_weight(n.inputs[0])]
-        tables = [n for n in tables if len(shape(n.inputs[0])) == 2]  # type: ignore[arg-type]
+        tables = [n for n in tables if self._in_whole_blocks(shape(n.inputs[0]))]  # type: ignore[arg-type]
         parts = _Parts(model.graph, self.quantizer)
         for linear in linears:
             self._linear(model.graph, linear, parts)
@@ -64,6 +75,9 @@ class QuantizedLinearPass(ir.passes.InPlacePass):
             drop_dead(model)
             model.graph.opset_imports["com.microsoft"] = 1
         return ir.passes.PassResult(model, modified=bool(linears or tables))
+
+    def _in_whole_blocks(self, table: tuple[int, ...]) -> bool:
+        return len(table) == 2 and table[1] % self.quantizer.format.block == 0
 
     def _linear(self, graph: ir.Graph, linear: Linear, parts: _Parts) -> None:
         out_features, features = shape(linear.weight)

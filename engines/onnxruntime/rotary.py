@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 
-from ..matching import constant_of, is_constant, operands, producer
+from ..matching import operands, producer, slice_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +40,8 @@ def match_rotary(value: ir.Value) -> Rotary | None:
     part = _match_turn(turned)
     if part is None or passed is None:
         return None
-    rest = _slice_of(passed)
-    first = _slice_of(part.x)
+    rest = slice_of(passed)
+    first = slice_of(part.x)
     if rest is None or first is None or rest[0] is not first[0] or first[1] != 0:
         return None
     if first[2] != rest[1] or first[2] != part.rotary_dim:
@@ -84,7 +84,7 @@ def _match_rotation(rotated: ir.Value, x: ir.Value) -> int | None:
     if concat is not None and len(concat.inputs) == 2 and _last_axis(concat):
         negated = producer(concat.inputs[0], "Neg")
         if negated is not None:
-            high, low = _slice_of(negated.inputs[0]), _slice_of(concat.inputs[1])
+            high, low = slice_of(negated.inputs[0]), slice_of(concat.inputs[1])
             if high and low and high[0] is x and low[0] is x and high[3] == low[3] == 1:
                 return 1 if low[1] == 0 and low[2] == high[1] else None
     reshape = producer(rotated, "Reshape")
@@ -95,8 +95,8 @@ def _match_rotation(rotated: ir.Value, x: ir.Value) -> int | None:
     if odd is None or even is None:
         return None
     negated = producer(odd.inputs[0], "Neg")
-    high = _slice_of(negated.inputs[0]) if negated is not None else None
-    low = _slice_of(even.inputs[0])
+    high = slice_of(negated.inputs[0]) if negated is not None else None
+    low = slice_of(even.inputs[0])
     if high and low and high[0] is x and low[0] is x and high[3] == low[3] == 2:
         return 2 if (low[1], high[1]) == (0, 1) else None
     return None
@@ -108,26 +108,6 @@ def _last_axis(node: ir.Node) -> bool:
     return axis == -1 or (shape is not None and axis == len(shape) - 1)
 
 
-def _slice_of(value: ir.Value | None) -> tuple[ir.Value, int, int, int] | None:
-    """(source, start, end, step) of a slice along the last axis, with the end made plain."""
-    node = producer(value, "Slice")
-    if node is None or node.inputs[0] is None or node.inputs[0].shape is None:
-        return None
-    source = node.inputs[0]
-    rank, size = len(source.shape), source.shape[-1]
-    numbers = [constant_of(i) for i in node.inputs[1:]]
-    if not isinstance(size, int) or len(numbers) != 4 or any(n is None for n in numbers):
-        return None
-    start, end, axis, step = (int(np.ravel(n)[0]) for n in numbers)  # type: ignore[arg-type]
-    if axis not in (-1, rank - 1) or node.inputs[3] is None:
-        return None
-    if not is_constant(node.inputs[3], [axis]):
-        return None
-    start = start + size if start < 0 else start
-    end = end + size if end < 0 else min(end, size)
-    return source, start, end, step
-
-
 def tabulate(model: ir.Model, rotary: Rotary, max_context: int) -> tuple[np.ndarray, np.ndarray]:
     """The graph's own angles at positions 0 … max_context - 1.
 
@@ -136,7 +116,9 @@ def tabulate(model: ir.Model, rotary: Rotary, max_context: int) -> tuple[np.ndar
     """
     inputs = {v.name: v for v in model.graph.inputs}
     names = ["input_ids", "past_lengths"]
-    graph = ir.convenience.extract(model.graph, [inputs[n] for n in names], [rotary.cos, rotary.sin])
+    graph = ir.convenience.extract(
+        model.graph, [inputs[n] for n in names], [rotary.cos, rotary.sin]
+    )
     proto = ir.to_proto(ir.Model(graph, ir_version=model.ir_version))
     options = ort.SessionOptions()
     options.log_severity_level = 4

@@ -42,8 +42,8 @@ def evaluate(
         count = len(row) - row.prompt_tokens
         p = held_out.p[begin : begin + count].astype(np.float32)
         best = held_out.best[begin : begin + count]
-        q = predict(student, torch.from_numpy(row.ids.astype(np.int64)))
-        q = q[row.first_scored : -1].numpy()
+        ids = torch.from_numpy(row.ids.astype(np.int64))
+        q = predict(student, ids)[row.first_scored : -1].numpy()
         overlap.append(np.minimum(p, q).sum(1))
         agree.append((vocabulary[q.argmax(1)] == best).astype(np.float64))
         begin += count

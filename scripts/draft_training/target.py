@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedModel
 
 from .errors import TargetError
 
@@ -20,7 +20,6 @@ def load_target(path: Path) -> PreTrainedModel:
     """
     if path.is_dir():
         source, extra = path, {}
-        AutoConfig.from_pretrained(path, local_files_only=True)
     elif path.is_file() and path.suffix == ".gguf":
         # With the default config the weights stay quantised and can't be copied or saved.
         source = path.parent
@@ -30,9 +29,15 @@ def load_target(path: Path) -> PreTrainedModel:
             f"--target: {path} is neither a directory nor a .gguf file. Expected a Hugging Face "
             "model directory or a GGUF; give the path of the target."
         )
-    model = AutoModelForCausalLM.from_pretrained(
-        source, dtype=torch.float32, local_files_only=True, **extra
-    )
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            source, dtype=torch.float32, local_files_only=True, **extra
+        )
+    except (OSError, ValueError) as error:
+        raise TargetError(
+            f"--target: {path} doesn't load ({error}). Expected a causal language model which "
+            "transformers can read; check that config and weights are there."
+        ) from error
     _check(model)
     return model.eval().requires_grad_(False)
 

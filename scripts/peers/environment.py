@@ -10,8 +10,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 FOLDER = ROOT / "build" / "peers"
-GENAI = "onnxruntime-genai==0.18.0"
-LLAMA_CPP = "llama-cpp-python==0.3.36"  # compiled here, for this machine's instructions
+ENGINES = {  # module: what to install
+    "onnxruntime_genai": "onnxruntime-genai==0.18.0",
+    "llama_cpp": "llama-cpp-python==0.3.36",  # compiled here, for this machine's instructions
+}
+CMAKE_ARGS = "-DGGML_NATIVE=ON -DLLAMA_BUILD_TOOLS=OFF -DLLAVA_BUILD=OFF"
 GGUF_TYPES = {"Q4_0": 2, "Q8_0": 7}  # llama_ftype
 
 
@@ -36,8 +39,8 @@ def prepare(peers: Peers, checkpoint: Path) -> None:
     peers.folder.mkdir(parents=True, exist_ok=True)
     if not peers.python.exists():
         _run("environment", [sys.executable, "-m", "venv", str(peers.venv)])
-    _install(peers, GENAI)
-    _install(peers, LLAMA_CPP)
+    for module, requirement in ENGINES.items():
+        _install(peers, module, requirement)
     if not (peers.genai / "genai_config.json").exists():
         _build_genai(peers, checkpoint)
     for kind, ftype in GGUF_TYPES.items():
@@ -55,27 +58,16 @@ raise SystemExit(lib.llama_model_quantize(source.encode(), out.encode(), params)
 """
 
 
-def _install(peers: Peers, requirement: str) -> None:
-    name, _, wanted = requirement.partition("==")
-    code = f"import importlib.metadata as m; print(m.version({name!r}))"
+def _install(peers: Peers, module: str, requirement: str) -> None:
+    """Install a peer whose module is not there in the wanted version."""
+    code = f"import {module}; print({module}.__version__)"
     found = subprocess.run([str(peers.python), "-c", code], capture_output=True, text=True)
-    if found.stdout.strip() == wanted:
+    if found.stdout.strip() == requirement.partition("==")[2]:
         return
-    environment = {"CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAMA_BUILD_TOOLS=OFF -DLLAVA_BUILD=OFF"}
-    command = [
-        str(peers.python),
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-binary",
-        "llama-cpp-python",
-    ]
-    _run(
-        f"install {requirement} (llama.cpp compiles, ten minutes)",
-        [*command, requirement],
-        environment,
-    )
+    pip = [str(peers.python), "-m", "pip", "install", "--quiet"]
+    title = f"install {requirement} (llama.cpp compiles for ten minutes or more)"
+    source = ["--no-binary", "llama-cpp-python"]
+    _run(title, [*pip, *source, requirement], {"CMAKE_ARGS": CMAKE_ARGS})
 
 
 def _build_genai(peers: Peers, checkpoint: Path) -> None:
