@@ -19,7 +19,7 @@ from . import gates
 from .bundle_writer import BundleWriter
 from .checkpoint import Checkpoint, open_checkpoint
 from .draft import Draft, open_draft
-from .features import refuse_unsupported
+from .features import refuse_unproven, refuse_unsupported
 from .gate_graph import DraftGateGraph, GateGraph
 from .graphs import WrittenGraph, write_accept, write_draft, write_target
 from .limits import check_batch, check_draft_tokens, draft_context, target_context
@@ -88,6 +88,7 @@ def _plan(request: BuildRequest) -> _Plan:
     chosen = precision(request.precision)
     of_draft = precision(request.draft_precision or chosen.name, "--draft-precision")
     target = open_checkpoint(request.target)
+    target.text_files()  # raises here rather than after minutes
     draft = open_draft(request.draft, target) if request.draft is not None else None
     context = target_context(request.max_context, target.config, target.name)
     of_draft_context = context
@@ -95,7 +96,9 @@ def _plan(request: BuildRequest) -> _Plan:
         config, name = draft.checkpoint.config, draft.checkpoint.name
         of_draft_context = draft_context(context, config, name)
         refuse_unsupported(config, of_draft_context)
+        refuse_unproven(config, draft.checkpoint.eager_bytes(), gates.available_bytes())
     refuse_unsupported(target.config, context)
+    refuse_unproven(target.config, target.eager_bytes(), gates.available_bytes())
     k = check_draft_tokens(request.max_draft_tokens, of_draft_context) if draft else 0
     return _Plan(
         target=target,

@@ -30,12 +30,8 @@ TESTED = frozenset(
 _REFUSED_TYPES = {
     "bloom": "ALiBi position biases",
     "gpt_oss": "attention sinks and a mixture of experts",
-    "gptj": "an attention outside transformers' attention interface",
-    "helium": "rotary pairs that its own code and the exporter order differently",
-    "diffllama": "differential attention",
-    "doge": "a dynamic attention mask",
-    "modernbert-decoder": "a mask of its own",
-}  # fmt: skip
+    "mpt": "ALiBi position biases",
+}
 
 _LAYER_KINDS = frozenset({"full_attention", "sliding_attention", "attention"})
 # rope types whose angles depend on nothing but the position
@@ -84,8 +80,8 @@ def is_tested(config: PretrainedConfig) -> bool:
     return config.model_type in TESTED
 
 
-def carried(config: PretrainedConfig, max_context: int) -> PretrainedConfig:
-    """A copy to trace: `dynamic` RoPE is the default one as long as no row is past its maximum."""
+def carried(config: PretrainedConfig) -> PretrainedConfig:
+    """A copy to trace: `dynamic` RoPE, not refused, is the default one within its maximum."""
     copied = copy.deepcopy(config)
     for rope in _ropes(copied):
         if rope.get("rope_type") == "dynamic":
@@ -137,9 +133,8 @@ def _state(config: PretrainedConfig) -> str | None:
 
 
 def _latent(config: PretrainedConfig) -> str | None:
-    if _value(config, "kv_lora_rank"):
-        return f"multi-head latent attention (kv_lora_rank = {config.kv_lora_rank})"
-    return None
+    rank = _value(config, "kv_lora_rank")
+    return f"multi-head latent attention (kv_lora_rank = {rank})" if rank else None
 
 
 def _shared_cache(config: PretrainedConfig) -> str | None:

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from runtime.errors import GateFailed
 from runtime.manifest import Gate
 
+from .checkpoint import find_name
 from .gate_graph import GateGraph
 from .precision import Precision
 from .tolerances import EAGER, ENGINE, ROWS
@@ -117,13 +118,16 @@ def round_weights(model: PreTrainedModel, precision: Precision, names: frozenset
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     chosen: dict[torch.nn.Parameter, set[str]] = {}
-    for name in (name.removesuffix(".T") for name in names):
+    prefix = f"{model.base_model_prefix}."
+    turned = {n.removesuffix(".T") for n in names if n.endswith(".T")}
+    for stored in (n.removesuffix(".T") for n in names):
+        name = find_name(stored, parameters, prefix) or stored
         chosen.setdefault(parameters[name], set()).add(name)
     for parameter, its_names in chosen.items():
-        turned = any(f"{name}.T" in names for name in its_names)
-        weight = parameter.numpy().T if turned else parameter.numpy()
+        is_turned = not turned.isdisjoint(its_names)
+        weight = parameter.numpy().T if is_turned else parameter.numpy()
         made = precision.rounded(np.ascontiguousarray(weight))
-        rounded = torch.from_numpy(np.ascontiguousarray(made.T if turned else made))
+        rounded = torch.from_numpy(np.ascontiguousarray(made.T if is_turned else made))
         if its_names == {name for name, other in parameters.items() if other is parameter}:
             parameter.data = rounded
         else:

@@ -15,15 +15,18 @@ from engines.weights import lazy
 from engines.weights import shape as shape_of
 from runtime.errors import BuildError
 
+from .quiet import quiet
+
 
 def make_portable(model: ir.Model) -> ir.Model:
     """Simplify a traced graph while its weights are only names, and give it `num_logits`.
 
     Weights have no value yet, so the library's constant folding cannot touch them.
     """
-    optimize_ir(model, input_size_limit=4096, output_size_limit=16384)
-    common.CommonSubexpressionEliminationPass()(model)
-    rewrite(model, pattern_rewrite_rules=[_rows_to_gather])
+    with quiet():  # onnx_ir warns of every initializer without a value
+        optimize_ir(model, input_size_limit=4096, output_size_limit=16384)
+        common.CommonSubexpressionEliminationPass()(model)
+        rewrite(model, pattern_rewrite_rules=[_rows_to_gather])
     _last_rows(model)
     common.RemoveUnusedNodesPass()(model)
     return model

@@ -204,16 +204,22 @@ def tell(
 def public_command(context: typer.Context) -> str:
     """The command that gives this draft again, without this machine's directories.
 
-    Options which don't change the result, and those left at their default, are dropped.
+    Options which don't change the result, and those left at their default, are dropped. The
+    thread count stays: it decides the order of sums and so the last bits.
     """
-    unrelated = {"work", "phase", "shard", "minutes", "threads", "as_json"}
+    unrelated = {"work", "phase", "shard", "minutes", "as_json"}
     words = ["python scripts/train_draft.py"]
     for option in context.command.params:
         value = context.params.get(option.name or "")
         if option.name in unrelated or value == option.default:
             continue
-        words.append(f"{option.opts[0]} {value.name if isinstance(value, Path) else value}")
+        words.append(f"{option.opts[0]} {public_path(value) if isinstance(value, Path) else value}")
     return " ".join(words)
+
+
+def public_path(path: Path) -> str:
+    """``path`` as given if it's relative, its name alone if it names this machine's folders."""
+    return path.name if path.is_absolute() else path.as_posix()
 
 
 @app.command(epilog="Example: train_draft.py --target target/ --text answers.jsonl.xz --out draft/")

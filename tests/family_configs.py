@@ -46,9 +46,10 @@ class Family:
     values: dict[str, Any] = field(default_factory=dict)
     sensitive: tuple[dict[str, Any], ...] = ()
     slow: bool = False
-    int8: bool = False
-    rotary_inside: int | None = None  # attention layers whose RoPE must run inside; None: all
-    packed: bool = True  # one product for query, key and value
+    rotary: int = 2  # layers whose attention runs RoPE inside
+    packed: int = 2  # layers whose attention reads one packed projection
+    products: int = 9  # quantized linear layers: 4 a layer and the head
+    left: frozenset[str] = frozenset()  # slow operators that this family keeps, known and few
 
     def config(self, **changes: Any) -> PretrainedConfig:
         return AutoConfig.for_model(self.model_type, **BASE | self.values | changes)
@@ -59,7 +60,6 @@ FAMILIES = (
         name="llama",
         model_type="llama",
         values={"head_dim": 32, "num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True},
-        int8=True,
     ),
     Family(
         name="llama-llama3-rope",
@@ -100,20 +100,26 @@ FAMILIES = (
             "tie_word_embeddings": True,
         },
         sensitive=({"use_sliding_window": False, "sliding_window": None},),
-        int8=True,
     ),
-    Family(name="qwen3", model_type="qwen3", values={"head_dim": 32, "tie_word_embeddings": True}),
+    Family(
+        name="qwen3",
+        model_type="qwen3",
+        values={"head_dim": 32, "tie_word_embeddings": True},
+        packed=0,  # the norms of queries and keys are in between
+    ),
     Family(
         name="smollm3",
         model_type="smollm3",
         values={"no_rope_layer_interval": 2, "no_rope_layers": [1, 0]},
         sensitive=({"no_rope_layers": [1, 1]},),
-        rotary_inside=1,
+        rotary=1,
         slow=True,
     ),
     Family(
         name="phi",
         model_type="phi",
+        packed=0,
+        products=7,
         values={
             "num_key_value_heads": 4,
             "hidden_size": 128,
@@ -128,7 +134,27 @@ FAMILIES = (
         values={"sliding_window": WINDOW},
         sensitive=({"sliding_window": None},),
     ),
-    Family(name="olmo2", model_type="olmo2", slow=True),
+    Family(
+        name="phi3-longrope",
+        model_type="phi3",
+        values={
+            "rope_parameters": rope(
+                "longrope",
+                short_factor=[1.0 + i / 8 for i in range(8)],
+                long_factor=[4.0] * 8,
+                original_max_position_embeddings=MAX_CONTEXT,
+            ),
+            "original_max_position_embeddings": MAX_CONTEXT,
+        },
+        slow=True,
+    ),
+    Family(
+        name="llama-dynamic-rope",
+        model_type="llama",
+        values={"rope_parameters": rope("dynamic", factor=2.0)},
+        slow=True,
+    ),
+    Family(name="olmo2", model_type="olmo2", packed=0, slow=True),
     Family(
         name="granite",
         model_type="granite",
@@ -166,11 +192,11 @@ FAMILIES = (
             {"final_logit_softcapping": None},
             {"sliding_window": 64},
         ),
-        slow=True,
     ),
     Family(
         name="gemma3",
         model_type="gemma3_text",
+        packed=0,
         values={
             "head_dim": 32,
             "sliding_window": WINDOW,
@@ -182,6 +208,7 @@ FAMILIES = (
     Family(
         name="gpt_neox",
         model_type="gpt_neox",
+        packed=0,
         values={
             "num_key_value_heads": None,
             "hidden_size": 128,
@@ -199,14 +226,14 @@ FAMILIES = (
             "n_head": 4,
             "n_positions": 64,
         },
-        rotary_inside=0,
-        int8=True,
+        rotary=0,
     ),
     Family(
         name="opt",
         model_type="opt",
+        packed=0,
         values={"num_key_value_heads": None, "ffn_dim": 96, "word_embed_proj_dim": 64},
-        rotary_inside=0,
+        rotary=0,
         slow=True,
     ),
     Family(
@@ -216,16 +243,19 @@ FAMILIES = (
             "hidden_size": 128,
             "use_qkv_bias": True,
             "qk_layernorm": False,
-            "rope_parameters": {**rope("default"), "partial_rotary_factor": 0.5},
+            "rope_parameters": {**rope("default"), "partial_rotary_factor": 0.25},
         },
+        rotary=0,  # 8 of 32: fewer than GroupQueryAttention turns
+        packed=0,
         slow=True,
     ),
     Family(
         name="cohere",
         model_type="cohere",
+        packed=0,
+        products=7,
         values={"logit_scale": 0.25},
         sensitive=({"logit_scale": 1.0},),
-        slow=True,
     ),
     Family(
         name="starcoder2",
@@ -237,6 +267,8 @@ FAMILIES = (
     Family(
         name="exaone4",
         model_type="exaone4",
+        packed=0,
+        rotary=1,
         values={
             "sliding_window": WINDOW,
             "layer_types": ["sliding_attention", "full_attention"],
@@ -254,3 +286,33 @@ FAMILIES = (
         slow=True,
     ),
 )
+
+_LAYERS = {"num_hidden_layers": 2}
+# Model type (and what of it) → configuration, words of the refusal.
+REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
+    "gpt_oss": (_LAYERS, "attention sinks"),
+    "mixtral": (BASE, "mixture of experts"),
+    "qwen3_moe": (BASE, "mixture of experts"),
+    "olmoe": (BASE, "mixture of experts"),
+    "deepseek_v3": (_LAYERS, "latent attention"),
+    "minicpm3": (_LAYERS, "latent attention"),
+    "qwen3_next": (_LAYERS, "another state than keys and values"),
+    "lfm2": (_LAYERS, "another state than keys and values"),
+    "mamba": (_LAYERS, "another state than keys and values"),
+    "bamba": (_LAYERS, "another state than keys and values"),
+    "jamba": (_LAYERS, "another state than keys and values"),
+    "falcon_h1": (_LAYERS, "another state than keys and values"),
+    "recurrent_gemma": (_LAYERS, "another state than keys and values"),
+    "gemma3n_text": ({}, "caches shared between layers"),
+    "llama4_text": ({**_LAYERS, "num_local_experts": 1}, "chunked_attention"),
+    "bloom": (_LAYERS, "ALiBi"),
+    "mpt": ({"n_layers": 2}, "ALiBi"),
+    "falcon:alibi": ({**_LAYERS, "alibi": True}, "ALiBi"),
+    "bart": (_LAYERS, "an encoder and a decoder"),
+    "t5": (_LAYERS, "an encoder and a decoder"),
+    "gpt2:cross": ({"n_layer": 2, "add_cross_attention": True}, "cross-attention"),
+    "gemma3_text:bidirectional": (
+        {**BASE, "use_bidirectional_attention": True},
+        "both directions",
+    ),
+}

@@ -16,7 +16,6 @@ from export.gate_graph import GateGraph
 from export.portable import bind_weights, make_portable, weight_shapes
 from export.precision import Precision
 from export.trace import cache_spec, trace_decoder
-from runtime.contract import CacheSpec
 
 Array = np.ndarray
 CHUNKS = (5, 1, 9, 3, 1, 1, 12)  # prefill, decoding and verification; 32 rows
@@ -49,27 +48,47 @@ def portable_graph(config: PretrainedConfig, max_context: int) -> ir.Model:
     return make_portable(trace_decoder(config, max_context))
 
 
-def bind(graph: ir.Model, model: PreTrainedModel) -> None:
-    state = dict(model.state_dict())
-    missing = set(weight_shapes(graph)) - set(state)
-    assert not missing, missing
-    bind_weights(graph, lambda name: state[name].numpy())
+def bind(graph: ir.Model, model: PreTrainedModel) -> list[str]:
+    """Give the graph its weights; returns a list that grows by each name that is loaded."""
+    state, loaded = model.state_dict(), []
+    assert set(weight_shapes(graph)) <= set(state)
+
+    def load(name: str) -> Array:
+        loaded.append(name)
+        return state[name].numpy()
+
+    bind_weights(graph, load)
+    return loaded
 
 
 def lowered(graph: ir.Model, model: PreTrainedModel, precision: Precision) -> ir.Model:
     """A lowered copy; `graph` stays as it is."""
     copy = graph.clone()
-    bind(copy, model)
-    return lower(copy, precision.quantizer())
+    loaded = bind(copy, model)
+    lower(copy, precision.quantizer())
+    large = [name for name in loaded if model.get_parameter(name).dim() > 1]
+    assert not large, f"weights evaluated while lowering: {large}"
+    return copy
+
+
+def rounded_names(graph: ir.Model, model: PreTrainedModel) -> frozenset[str]:
+    """Parameters behind the codes of a lowered graph, with every name that a tied one has."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    codes = [n.removesuffix(".table") for n in graph.graph.initializers]
+    joined = [n.removesuffix(".codes") for n in codes if n.endswith(".codes")]
+    names = {name for several in joined for name in several.split("+")}
+    tied = [parameters[n] for n in names if n in parameters]
+    return frozenset(names | {n for n, p in parameters.items() if any(p is q for q in tied)})
 
 
 def written(graph: ir.Model, name: str, directory: Path) -> Path:
     return save(graph, name, WeightStore(directory=directory))
 
 
-def in_chunks(path: Path, cache: CacheSpec, vocab: int, tokens: list[int]) -> Array:
+def in_chunks(path: Path, config: PretrainedConfig, max_context: int, tokens: list[int]) -> Array:
     """Logits [len(tokens), vocab]: uneven chunks, each after a wrong one that was rolled back."""
-    graph = GateGraph(path, cache, vocab)
+    vocab = config.vocab_size
+    graph = GateGraph(path, cache_spec(config, max_context), vocab)
     found, start = [], 0
     for size in CHUNKS:
         chunk = tokens[start : start + size]
@@ -83,6 +102,3 @@ def in_chunks(path: Path, cache: CacheSpec, vocab: int, tokens: list[int]) -> Ar
 
 def operators(graph: ir.Model) -> Counter[str]:
     return Counter(node.op_type for node in graph.graph)
-
-
-__all__ = ["cache_spec"]

@@ -212,7 +212,7 @@ def test_gather_block_quantized_reads_the_dequantized(weight: np.ndarray, fmt: B
 def tied(width: int, rows: int = 50) -> tuple[ir.Model, np.ndarray]:
     """logits = table[ids] @ table.T: an embedding and the head that is tied to it."""
     weight = np.random.default_rng(width).standard_normal((rows, width), np.float32)
-    ids, logits = ir.val("ids", ir.DataType.INT64, [3]), ir.val("logits", ir.DataType.FLOAT)
+    ids, logits = ir.val("input_ids", ir.DataType.INT64, [3]), ir.val("logits", ir.DataType.FLOAT)
     graph = ir.Graph([ids], [logits], nodes=[], opset_imports={"": 20}, name="tied")
     table = lazy(graph, "embed.weight", lambda: weight, ir.DataType.FLOAT, weight.shape)
     gather = ir.node("Gather", [table, ids], {"axis": 0})
@@ -244,7 +244,7 @@ def test_embedding_with_whole_blocks_is_quantized_and_stored_once(
     path = save(model, "graph", WeightStore(directory=tmp_path))
     ids = np.array([3, 0, 49])
     (logits,) = ort.InferenceSession(path, providers=["CPUExecutionProvider"]).run(
-        None, {"ids": ids}
+        None, {"input_ids": ids}
     )
     rounded = chosen.rounded(weight)
     embedded = (rounded if whole else weight)[ids]

@@ -13,11 +13,13 @@ from pathlib import Path
 
 import pytest
 from helpers_build import CONFIG, DRAFT_POSITIONS, POSITIONS
+from safetensors.torch import load_file, save_file
 from tiny_checkpoints import VOCAB, edit_json, llama_config, save, tokenizer, tokens
 from transformers import MixtralConfig
 from typer.testing import CliRunner
 
 from export import build as build_module
+from export import graphs, static_attention, trace
 from export.build import BuildRequest, build
 from export.cli import app
 from runtime.bundle import Bundle
@@ -70,6 +72,15 @@ def configure(**changes: object) -> Spoil:
     return lambda directory: edit_json(directory / "config.json", **changes)
 
 
+def drop_tensor(name: str) -> Spoil:
+    def spoil(directory: Path) -> None:
+        path = directory / "model.safetensors"
+        tensors = {key: tensor for key, tensor in load_file(path).items() if key != name}
+        save_file(tensors, path, metadata={"format": "pt"})
+
+    return spoil
+
+
 def make_mixture(directory: Path) -> None:
     MixtralConfig(num_hidden_layers=1, num_local_experts=4).save_pretrained(directory)
 
@@ -85,7 +96,7 @@ def make_mixture(directory: Path) -> None:
         (remove("model.safetensors"), "received no weights. Expected model.safetensors"),
         (remove("config.json"), "config.json: received no such file"),
         (remove("tokenizer.json"), "received no readable tokenizer"),
-        (configure(num_hidden_layers=1), r"unexpected.*layers\.1"),
+        (drop_tensor("model.norm.weight"), r"missing.*model\.norm\.weight"),
     ],
 )
 @pytest.mark.usefixtures("kept_traces")
@@ -117,6 +128,26 @@ def test_target_that_is_no_checkpoint(tmp_path: Path, out: Path, name: str, mess
         (tmp_path / file).write_text("something else entirely")
     given = name if "/" in name else str(tmp_path / name)
     assert_matches(message, refused(out, "--target", given))
+
+
+def test_model_that_the_trace_refuses(
+    copy: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The exporter wraps what is raised inside it: the message comes through all the same."""
+    monkeypatch.setattr(graphs, "trace_decoder", trace.trace_decoder)
+    monkeypatch.setattr(static_attention, "_INERT", frozenset())
+    message = refused(out, "--target", str(copy))
+    assert_matches(r"LlamaAttention: received attention arguments \['dropout', .*'\]", message)
+
+
+def test_trace_that_fails(copy: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def attend(*_: object, **__: object) -> None:
+        raise ArithmeticError("first line\nsecond line")
+
+    monkeypatch.setattr(graphs, "trace_decoder", trace.trace_decoder)
+    monkeypatch.setattr(static_attention.AttentionRecorder, "attend", attend)
+    message = refused(out, "--target", str(copy))
+    assert "LlamaForCausalLM: the trace failed (ArithmeticError: first line)." in message
 
 
 # Options

@@ -277,6 +277,8 @@ def test_a_fifo_does_not_hang_the_loader(bundle: Path) -> None:
             lambda m: replace(m, limits=Limits(max_batch=1, max_context=32, max_draft_tokens=1)),
             "64 rows. Expected max_context 32",
         ),
+        (lambda m: with_draft_cache(m, CONTEXT + 1), "draft: received a cache of 65 rows"),
+        (lambda m: with_draft_cache(m, 7), "7 rows. Expected 8 to 64"),
     ],
 )
 def test_manifests_that_do_not_fit(
@@ -285,6 +287,18 @@ def test_manifests_that_do_not_fit(
     rewrite(bundle, change)
     with pytest.raises(BundleError, match=message):
         Bundle.load(bundle)
+
+
+def with_draft_cache(given: Manifest, rows: int) -> Manifest:
+    assert given.draft is not None
+    cache = replace(given.draft.cache, max_context=rows)
+    return replace(given, draft=replace(given.draft, cache=cache))
+
+
+def test_a_draft_may_know_less_context(bundle: Path) -> None:
+    """Its cache starts anew when it is full; two rounds must fit."""
+    rewrite(bundle, lambda m: with_draft_cache(m, 8))
+    assert Bundle.load(bundle).manifest.limits.max_context == CONTEXT
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,9 @@ def test_equal_bytes_within_a_graph_are_stored_once(tmp_path: Path) -> None:
     found = places(path)
     assert found["table"] == found["codes"] != found["other"]
     assert maker.made == ["codes", "other"]
-    np.testing.assert_array_equal(run(path, values(0)), values(0) + values(1) + values(1) + values(2))
+    np.testing.assert_array_equal(
+        run(path, values(0)), values(0) + values(1) + values(1) + values(2)
+    )
 
 
 def test_an_alias_of_nothing_is_written_itself(tmp_path: Path) -> None:

@@ -90,36 +90,45 @@ def _generate(model: LlamaForCausalLM, ids: torch.Tensor, heat: float) -> torch.
     return ids
 
 
+def _call(folder: Path, name: str, **options: object) -> Result:
+    """Run the command in this process with quick defaults which ``options`` override."""
+    given = {
+        "out": folder / name,
+        "work": folder / f"{name}-work",
+        "layers": 2,
+        "draft-vocab": DRAFT_VOCAB,
+        "held-out": HELD_OUT,
+        "epochs": 2,
+        "batch-tokens": 256,
+        "threads": 1,
+    }
+    given |= {key.replace("_", "-"): value for key, value in options.items()}
+    arguments = [f"--{key}={value}" for key, value in given.items()]
+    done = CliRunner().invoke(train_draft.app, [*arguments, "--json"])
+    if done.exception and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return Result(Path(str(given["out"])), done.exit_code, done.stdout, done.stderr)
+
+
 @pytest.fixture
 def run(target: Path, conversations: Path, tmp_path: Path) -> Run:
-    """Run the command in this process; keyword arguments replace or (None) drop options."""
+    """Run the command on the tiny target; keyword arguments override its options."""
 
     def call(name: str = "draft", **options: object) -> Result:
-        out = tmp_path / name
-        given = {
-            "target": target,
-            "text": conversations,
-            "out": out,
-            "work": tmp_path / f"{name}-work",
-            "layers": 2,
-            "draft-vocab": DRAFT_VOCAB,
-            "held-out": HELD_OUT,
-            "epochs": 2,
-            "batch-tokens": 256,
-            "threads": 1,
-        }
-        given |= {key.replace("_", "-"): value for key, value in options.items()}
-        arguments = [f"--{k}={v}" for k, v in given.items() if v is not None]
-        done = CliRunner().invoke(train_draft.app, [*arguments, "--json"])
-        if done.exception and not isinstance(done.exception, SystemExit):
-            raise done.exception
-        return Result(Path(str(given["out"])), done.exit_code, done.stdout, done.stderr)
+        return _call(tmp_path, name, **{"target": target, "text": conversations} | options)
 
     return call
 
 
-def test_layout_is_exact(run: Run) -> None:
-    result = run(licence="apache-2.0")
+@pytest.fixture(scope="module")
+def whole(target: Path, conversations: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
+    """One uninterrupted run with the default options."""
+    folder = tmp_path_factory.mktemp("whole")
+    return _call(folder, "draft", target=target, text=conversations, licence="apache-2.0")
+
+
+def test_layout_is_exact(whole: Result) -> None:
+    result = whole
     assert sorted(p.name for p in result.out.iterdir()) == [
         "README.md",
         "config.json",
@@ -150,15 +159,16 @@ def test_layout_is_exact(run: Run) -> None:
     card = (result.out / "README.md").read_text()
     assert "license: apache-2.0" in card
     assert f"--draft-vocab {DRAFT_VOCAB}" in card
-    assert "--threads" not in card, "it doesn't change the result"
+    assert "--threads 1" in card, "it decides the last bits"
+    assert "--work" not in card
     assert str(result.out.parent) not in card
 
 
-def test_same_seed_same_bits(run: Run) -> None:
-    first, second, other = run("a"), run("b"), run("c", seed=1)
-    assert _equal(first.weights, second.weights)
-    assert first.figures | {"out": ""} == second.figures | {"out": ""}
-    assert not _equal(first.weights, other.weights)
+def test_same_seed_same_bits(run: Run, whole: Result) -> None:
+    again, other = run("again"), run("other", seed=1)
+    assert _equal(again.weights, whole.weights)
+    assert again.figures | {"out": ""} == whole.figures | {"out": ""}
+    assert not _equal(other.weights, whole.weights)
 
 
 def _equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -166,13 +176,12 @@ def _equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 def test_killed_and_resumed_equals_uninterrupted(
-    run: Run, target: Path, conversations: Path, tmp_path: Path
+    run: Run, whole: Result, target: Path, conversations: Path, tmp_path: Path
 ) -> None:
     """SIGKILL once in labelling and once in training, then run the same command again."""
-    whole = run("whole", epochs=3)
     work = tmp_path / "killed-work"
     options = {"target": target, "text": conversations, "work": work, "out": tmp_path / "killed"}
-    options |= {"layers": 2, "draft-vocab": DRAFT_VOCAB, "held-out": HELD_OUT, "epochs": 3}
+    options |= {"layers": 2, "draft-vocab": DRAFT_VOCAB, "held-out": HELD_OUT, "epochs": 2}
     options |= {"threads": 1, "batch-tokens": 256}
     died = subprocess.run(
         [sys.executable, "-c", _KILLED, *(f"--{k}={v}" for k, v in options.items())],
@@ -184,7 +193,7 @@ def test_killed_and_resumed_equals_uninterrupted(
     assert died.stdout.split() == [str(signal.SIGKILL.value)] * 2, died.stdout + died.stderr
     assert (work / "train.pt").exists()
     assert not (tmp_path / "killed").exists()
-    assert _equal(run("resumed", epochs=3, work=work).weights, whole.weights)
+    assert _equal(run("resumed", work=work).weights, whole.weights)
 
 
 # Two children of one process, for the imports take longer than the runs.
@@ -217,8 +226,9 @@ for module, name, dying in (
 """
 
 
-def test_shards_and_a_waiting_trainer_equal_one_process(run: Run, tmp_path: Path) -> None:
-    whole = run("whole")
+def test_shards_and_a_waiting_trainer_equal_one_process(
+    run: Run, whole: Result, tmp_path: Path
+) -> None:
     work = tmp_path / "shared"
     for shard in ("1/2", "0/2"):
         assert run("labels", work=work, phase="label", shard=shard).exit_code == 0

@@ -9,7 +9,7 @@ import onnx_ir as ir
 from runtime.errors import BuildError, OutriderError
 
 from ..weight_expressions import FoldWeightExpressionsPass
-from .activations import SiluPass
+from .activations import ActivationsPass
 from .attention import GroupQueryAttentionPass
 from .conv1d import GemmToLinearPass
 from .full_precision import FoldTransposePass
@@ -29,7 +29,7 @@ def passes(quantizer: Quantizer | None) -> list[ir.passes.PassBase]:
         PackedProjectionsPass(),
         NormalizationPass(),
         GroupQueryAttentionPass(),
-        SiluPass(),
+        ActivationsPass(),
         last,
     ]
 

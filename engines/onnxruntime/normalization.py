@@ -38,9 +38,10 @@ class _LayerNorm(LayerNormFusion):
         return super().check(context, x, epsilon)
 
 
-_RULES = pattern.RewriteRuleSet(
+# In this order: behind its mean, a layer norm without bias is an RMS norm.
+_LAYER_NORM = pattern.RewriteRuleSet([_LayerNorm.rule("LayerNormWithoutBias")], commute=True)
+_RMS_NORM = pattern.RewriteRuleSet(
     [
-        _LayerNorm.rule("LayerNormWithoutBias"),  # first: behind its mean there is an RMS norm
         _RmsNorm.rule("RmsNormScaleFirst", _mul_order=False),
         _RmsNorm.rule("RmsNormScaleLast", _mul_order=True),
     ]
@@ -49,7 +50,7 @@ _RULES = pattern.RewriteRuleSet(
 
 class NormalizationPass(ir.passes.InPlacePass):
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        fused = _RULES.apply_to_model(model)
+        fused = _LAYER_NORM.apply_to_model(model) + _RMS_NORM.apply_to_model(model)
         skipped = fuse_skip_rms_normalization(model) + fuse_skip_layer_normalization(model)
         if skipped:
             model.graph.opset_imports["com.microsoft"] = 1

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 import onnx_ir as ir
 
-from ..matching import drop_dead, replace
+from ..matching import drop_dead, producer, replace
 from ..weights import array, is_weight, lazy, shape
 from .projections import Linear, match_linear
 
@@ -52,7 +52,7 @@ class Quantizer:
 
 
 class QuantizedLinearPass(ir.passes.InPlacePass):
-    """Ensures that no MatMul by a weight and no Gather from a weight table is left in f32.
+    """Ensures that no MatMul by a weight and no lookup of a token in a weight is left in f32.
 
     But for a table whose rows aren't whole blocks: MatMulNBits knows the width of a padded row,
     GatherBlockQuantized doesn't.
@@ -64,7 +64,7 @@ class QuantizedLinearPass(ir.passes.InPlacePass):
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         linears = [m for m in (match_linear(n) for n in model.graph) if m is not None]
-        tables = [n for n in model.graph if n.op_type == "Gather" and is_weight(n.inputs[0])]
+        tables = [n for n in model.graph if n.op_type == "Gather" and _reads_embedding(n)]
         tables = [n for n in tables if self._in_whole_blocks(shape(n.inputs[0]))]  # type: ignore[arg-type]
         parts = _Parts(model.graph, self.quantizer)
         for linear in linears:
@@ -116,6 +116,14 @@ class QuantizedLinearPass(ir.passes.InPlacePass):
         replace(gather.outputs[0], node.outputs[0])
 
 
+def _reads_embedding(gather: ir.Node) -> bool:
+    """Rows of a weight by token. A table of positions is small, and stays as it is."""
+    rows = gather.inputs[1]
+    while (shaped := producer(rows, "Reshape", "Identity")) is not None:
+        rows = shaped.inputs[0]
+    return is_weight(gather.inputs[0]) and rows is not None and rows.name == "input_ids"
+
+
 class _Parts:
     """Codes, scales and zero points of weights as initializers made together."""
 
@@ -148,10 +156,14 @@ class _Parts:
         if fmt.symmetric:
             return codes, scales, None
         zero_shape = (rows, fmt.zero_point_bytes(features))
-        zeros = lazy(
-            self.graph, f"{name}.zeros", lambda: self._made(weight).zero_points, u8, zero_shape
-        )
+        zeros = lazy(self.graph, f"{name}.zeros", lambda: self._zeros(weight), u8, zero_shape)
         return codes, scales, zeros
+
+    def _zeros(self, weight: ir.Value) -> np.ndarray:
+        zeros = self._made(weight).zero_points
+        if zeros is None:
+            raise ValueError(f"{weight.name}: an asymmetric format without zero points")
+        return zeros
 
     def _made(self, weight: ir.Value) -> Quantized:
         name = str(weight.name)

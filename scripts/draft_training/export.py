@@ -25,7 +25,7 @@ from .errors import StateError
 from .evaluate import DRAFT_TOKENS, Figures
 from .student import Student, draft_config
 
-_NOT_THE_DRAFTS = ("quantization_config", "_name_or_path", "dtype", "torch_dtype")
+_NOT_THE_DRAFTS = ("quantization_config", "_name_or_path", "_model_name_or_path")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +74,7 @@ def export(
     (part / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     tensors = draft_tensors(student, vocabulary, target_config.vocab_size)
     save_file(tensors, part / "model.safetensors", metadata={"format": "pt"})
+    (part / "model.safetensors").chmod(0o644)  # safetensors writes 0600
     (part / "README.md").write_text(model_card(story, figures, layer_ids, len(vocabulary)))
     if out.exists():
         out.rmdir()

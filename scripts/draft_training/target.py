@@ -39,6 +39,7 @@ def load_target(path: Path) -> PreTrainedModel:
             "transformers can read; check that config and weights are there."
         ) from error
     _check(model)
+    model.config.architectures = [type(model).__name__]  # a GGUF doesn't say
     return model.eval().requires_grad_(False)
 
 
