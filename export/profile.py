@@ -14,15 +14,19 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from runtime.bench.prompts import Prompt, load_prompts
 from runtime.engine import load_rounds
+from runtime.errors import InvalidRequest
 from runtime.executor import EngineOptions
 from runtime.manifest import Manifest
 from runtime.round import Rounds
 from runtime.sampling import SamplingParams
+from runtime.text import Text
 from runtime.uniforms import uniform_table
 
 REPEATS = 15
 CONTEXT = 256
+ACCEPTANCE_ROUNDS = 24  # a prompt
 
 
 def measure(path: Path, manifest: Manifest) -> dict[str, Any]:
@@ -46,7 +50,45 @@ def measure(path: Path, manifest: Manifest) -> dict[str, Any]:
         "draft_s": median.get(("draft", 1), 0.0),
         "draft_catch_up_s": median.get(("draft", 2), 0.0),
         "overhead_s": max(0.0, median["round", 0]),
+        "acceptance": acceptance(rounds, path, manifest, uniforms) if rounds.drafter else None,
     }
+
+
+def acceptance(rounds: Rounds, path: Path, manifest: Manifest, uniforms: Any) -> float | None:
+    """The share of first drafts accepted on the shipped prompts, greedy: where a planner begins."""
+    special = manifest.bos_token_id, manifest.eos_token_ids
+    template = path / "chat_template.jinja"
+    source = template.read_text(encoding="utf-8") if template.exists() else None
+    text = Text(path / "tokenizer.json", source, *special)
+    found: list[int] = []
+    for prompt in load_prompts([], ["shipped"], None)[::3]:
+        found += _accept_some(rounds, _encoded(text, prompt), manifest, uniforms)
+    return sum(found) / len(found) if found else None
+
+
+def _encoded(text: Text, prompt: Prompt) -> list[int]:
+    """Through the chat template where the model has one that takes these messages."""
+    if isinstance(prompt.content, str):
+        return text.encode(prompt.content)
+    try:
+        return text.encode_chat(prompt.content)
+    except InvalidRequest:
+        return text.encode("\n\n".join(str(m["content"]) for m in prompt.content))
+
+
+def _accept_some(rounds: Rounds, prompt: list[int], manifest: Manifest, uniforms: Any) -> list[int]:
+    """One draft a round behind `prompt`: for each whether it was accepted, up to an end token."""
+    found: list[int] = []
+    tokens = [t % manifest.target.vocab_size for t in prompt]
+    most = manifest.limits.max_context - ACCEPTANCE_ROUNDS * 2 - 2
+    if not tokens or len(tokens) > most:
+        return found
+    tokens += rounds.prefill(tokens, uniforms).tokens
+    while len(found) < ACCEPTANCE_ROUNDS and tokens[-1] not in manifest.eos_token_ids:
+        outcome = rounds.run(tokens, 1, uniforms)
+        tokens += outcome.tokens
+        found.append(outcome.num_accepted)
+    return found
 
 
 def _sample(

@@ -9,7 +9,7 @@ from threading import Lock
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from .acceptance import AcceptanceEstimate
+from .acceptance import PRIOR_ACCEPTANCE, AcceptanceEstimate
 from .engine import load_rounds
 from .errors import InvalidRequest
 from .executor import EngineOptions
@@ -176,7 +176,9 @@ class Decoder:
         most = self._manifest.limits.max_draft_tokens
         if self._profile is None:
             return FixedDraftLength(min(UNPROFILED_DRAFT_TOKENS, most))
-        return AdaptiveDraftLength(self._profile, AcceptanceEstimate(most))
+        measured = self._profile.acceptance
+        prior = PRIOR_ACCEPTANCE if measured is None else measured
+        return AdaptiveDraftLength(self._profile, AcceptanceEstimate(most, prior))
 
     def _open_rounds(self) -> Rounds:
         if self._rounds is None:

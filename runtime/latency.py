@@ -18,6 +18,7 @@ class LatencyProfile:
     draft_s: float  # one step over one token
     draft_catch_up_s: float  # one step over two tokens
     overhead_s: float  # outside the engine, per round
+    acceptance: float | None = None  # of a first draft, as measured at build; None: not measured
 
     @classmethod
     def from_report(cls, report: Mapping[str, Any]) -> LatencyProfile:
@@ -28,6 +29,7 @@ class LatencyProfile:
             draft_s=_seconds(report, "draft_s"),
             draft_catch_up_s=_seconds(report, "draft_catch_up_s"),
             overhead_s=_seconds(report, "overhead_s"),
+            acceptance=_share(report, "acceptance"),
         )
 
     def round_s(self, k: int) -> float:
@@ -68,6 +70,15 @@ def _seconds(report: Mapping[str, Any], key: str) -> float:
         return _positive(report.get(key))
     except (TypeError, ValueError) as error:
         raise _unfit(key, report.get(key), "seconds") from error
+
+
+def _share(report: Mapping[str, Any], key: str) -> float | None:
+    value = report.get(key)
+    if value is None:
+        return None
+    if not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise _unfit(key, value, "a share from 0 to 1")
+    return float(value)
 
 
 def _positive(value: object) -> float:

@@ -151,7 +151,7 @@ text of another kind.
 - Target: `{story.target}`, sha256 `{story.target_sha256}`
 - Text: `{story.text}`, sha256 `{story.text_sha256}`: {story.conversations} conversations and
   {story.tokens} tokens to train on, {story.epochs:g} epochs, {story.steps} steps
-- Time: {story.train_minutes:.0f} minutes of training after labelling, {story.threads} thread(s)
+- Time: {story.train_minutes:.0f} minutes of training, labelling apart, {story.threads} thread(s)
 - Hardware: {_processor()}, {os.cpu_count()} logical cores
 - Software: Python {platform.python_version()}, {versions}
 
