@@ -193,6 +193,8 @@ def test_every_command_of_the_readme_works(command: str, tiny: Path, tmp_path: P
 def test_commands_on_a_bundle_work_on_the_demo(command: str, tmp_path: Path) -> None:
     if rule_for(command).how != "tiny" or "build/demo" not in command:
         pytest.skip("not about a bundle")
+    if "--tasks" in command:
+        pytest.skip("minutes long on a real model; run on the small bundle above")
     if not (DEMO / "manifest.json").is_file():
         pytest.skip(NO_DEMO)
     run_on(DEMO)(command, tmp_path)
