@@ -1,0 +1,5 @@
+"""`python -m calibration`."""
+
+from .cli import app
+
+app(prog_name="python -m calibration")

@@ -1,0 +1,153 @@
+"""A bundle's target and draft, run by hand: caches in the open, lengths set by the caller.
+
+Invariant: the first `length` rows of a cache are valid; a smaller length is a rollback. Equal calls
+on equal bundles give equal bits, which is why a bundle compared with itself differs by nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.bundle import Bundle
+from runtime.contract import CacheSpec, GraphSpec, draft_graph, target_graph
+from runtime.errors import EngineError
+from runtime.executor import EngineOptions, Executor, cache_buffers
+
+from .neutral import neutral_inputs
+
+Array = NDArray[Any]
+
+CHUNK = 64  # rows a call: bounds the memory that logits take
+SUM_SLACK = 0.01  # q further from a sum of 1 is no distribution
+
+
+class CachedGraph:
+    """One graph over caches of its own."""
+
+    def __init__(
+        self,
+        path: Path,
+        spec: GraphSpec,
+        cache: CacheSpec,
+        sizes: Mapping[str, int],
+        options: EngineOptions,
+    ) -> None:
+        self._executor = Executor.load(path, spec, options)
+        self._past = cache_buffers(cache.past(), cache.shape(1))
+        pairs = zip(cache.past(), cache.present(), strict=True)
+        self._present = {present.name: self._past[past.name] for past, present in pairs}
+        others = [s for s in spec.inputs if s.name not in self._past]
+        self._neutral = neutral_inputs(others, {"batch": 1, **sizes})
+        self.max_context = cache.max_context
+        self.length = 0
+
+    def run(
+        self, tokens: Sequence[int], values: Mapping[str, Array], outputs: Mapping[str, Array]
+    ) -> None:
+        """Append `tokens`; inputs that `values` doesn't set are neutral."""
+        inputs = {
+            **self._neutral,
+            **self._past,
+            "input_ids": np.array([tokens], np.int64),
+            "past_lengths": np.array([self.length], np.int32),
+            **values,
+        }
+        self._executor.bind(inputs, {**outputs, **self._present}).run()
+        self.length += len(tokens)
+
+
+class TargetGraph:
+    """Logits of a bundle's target."""
+
+    def __init__(self, bundle: Bundle, options: EngineOptions) -> None:
+        card = bundle.manifest.target
+        self.vocab = card.vocab_size
+        self._where = f"{bundle.path.name}: target"
+        path, spec = bundle.model_path("target"), target_graph(card.cache)
+        self.graph = CachedGraph(path, spec, card.cache, {"vocab": self.vocab}, options)
+
+    def read(self, tokens: Sequence[int]) -> None:
+        """Append `tokens` to the cache."""
+        for start in range(0, len(tokens), CHUNK):
+            self._run(tokens[start : start + CHUNK], 1)
+
+    def rows(self, tokens: Sequence[int]) -> Array:
+        """Append `tokens`; their logits [len(tokens), vocab] f32, all finite or EngineError."""
+        starts = range(0, len(tokens), CHUNK)
+        chunks = [tokens[start : start + CHUNK] for start in starts]
+        return np.concatenate([self._run(chunk, len(chunk)) for chunk in chunks])
+
+    def _run(self, tokens: Sequence[int], num_logits: int) -> Array:
+        logits = np.zeros((1, num_logits, self.vocab), np.float32)
+        start = self.graph.length
+        self.graph.run(tokens, {"num_logits": np.array(num_logits, np.int64)}, {"logits": logits})
+        if not np.isfinite(logits).all():
+            raise EngineError(
+                f"{self._where}: received logits that are not finite, in rows {start} to "
+                f"{self.graph.length - 1}. Expected numbers; rebuild the bundle with "
+                "--precision fp32, and if that does not help check the checkpoint's weights."
+            )
+        return logits[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftStep:
+    """What one step drew, and what it drew it from."""
+
+    token: int  # target id
+    q: Array  # [len(DraftGraph.ids)] f64
+
+
+class DraftGraph:
+    """Tokens and q of a bundle's draft.
+
+    ids: [D] the target id of each entry of q, ascending; entries that the target doesn't know (a
+    padded draft) are left out.
+    """
+
+    def __init__(self, bundle: Bundle, options: EngineOptions) -> None:
+        card, vocab = bundle.manifest.draft, bundle.manifest.target.vocab_size
+        assert card is not None  # sides without a draft are refused before
+        self._size = card.vocab_size
+        self._where = f"{bundle.path.name}: draft"
+        ids = np.arange(self._size) if bundle.d2t is None else np.arange(self._size) + bundle.d2t
+        self.ids: Array = ids[ids < vocab]
+        path, spec = bundle.model_path("draft"), draft_graph(card.cache)
+        self.graph = CachedGraph(path, spec, card.cache, {"vocab": vocab}, options)
+
+    def read(self, tokens: Sequence[int]) -> None:
+        """Append `tokens` to the cache."""
+        for start in range(0, len(tokens), CHUNK):
+            self._run(tokens[start : start + CHUNK], 0.0, 0.0)
+
+    def step(self, tokens: Sequence[int], temperature: float, uniform: float = 0.0) -> DraftStep:
+        """Append `tokens`, few of them; one token drawn behind the last by `uniform`, and q."""
+        token, q = self._run(tokens, temperature, uniform)
+        if not abs(q.sum() - 1) < SUM_SLACK:  # false for NaN, too
+            raise EngineError(
+                f"{self._where}: received a q that sums to {q.sum()} in row "
+                f"{self.graph.length - 1}. Expected 1; rebuild the bundle with "
+                "--draft-precision fp32, and if that does not help check the draft's weights."
+            )
+        return DraftStep(token=token, q=q[: len(self.ids)])
+
+    def index(self, token: int) -> int | None:
+        """Where `ids` has this target id; None where it doesn't."""
+        place = int(np.searchsorted(self.ids, token))
+        return place if place < len(self.ids) and self.ids[place] == token else None
+
+    def _run(self, tokens: Sequence[int], temperature: float, uniform: float) -> tuple[int, Array]:
+        token = np.zeros((1, 1), np.int64)
+        q = np.zeros((1, 1, self._size), np.float32)
+        values = {
+            "temperature": np.array([temperature], np.float32),
+            "draft_uniforms": np.array([uniform], np.float32),
+        }
+        self.graph.run(tokens, values, {"draft_token": token, "draft_step_probs": q})
+        return int(token[0, 0]), q[0, 0].astype(np.float64)

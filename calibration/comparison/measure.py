@@ -1,0 +1,234 @@
+"""One prompt at one temperature through both bundles: the same tokens, the same uniforms.
+
+The text is the reference's own, written by its target and draft: exactly its target's law. Both
+bundles then read that text (teacher forcing), and rounds begin at the same places of it, so that
+every difference is paired.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.uniforms import ACCEPT, DRAFT, DRAW, uniform_table
+
+from ..prompts import TokenizedPrompt
+from .law import kl, law, log_law, overlap, top_margin, total_variation
+from .records import Drift, Flip, FreeText, Record, Rounds
+from .rounds import Drafted, Judged, judge, propose, verify
+from .settings import Settings
+from .sides import BUNDLE, NAMES, PAIRS, REFERENCE, Pair, Side
+
+Array = NDArray[Any]
+Tokens = tuple[int, ...]
+
+
+class Measurement:
+    """Both sides, loaded, and what to ask them."""
+
+    def __init__(
+        self, sides: Mapping[str, Side], settings: Settings, eos_token_ids: Sequence[int]
+    ) -> None:
+        self._sides = sides
+        self._settings = settings
+        self._eos = frozenset(eos_token_ids)
+
+    def record(
+        self,
+        prompt: TokenizedPrompt,
+        temperature: float,
+        path: Tokens | None,
+        writes_freely: Callable[[TokenizedPrompt], bool],
+    ) -> Record:
+        """`path` None lets the reference write the text."""
+        place = _Place(prompt, temperature, self._settings)
+        if path is None:
+            path, _ = self._write(place, PAIRS[0])
+        overlaps, drift, flip = self._forced(place, path)
+        pairs = PAIRS if writes_freely(prompt) else ()
+        return Record(
+            prompt=prompt.id,
+            category=prompt.category,
+            temperature=temperature,
+            path=path,
+            overlap=overlaps,
+            drift=drift,
+            first_flip=flip,
+            rounds=self._rounds(place, path),
+            free={pair.key: self._write(place, pair)[1] for pair in pairs},
+        )
+
+    def _write(self, place: _Place, pair: Pair) -> tuple[Tokens, FreeText]:
+        """A text by rounds of one pair, up to its end; the round that ends it counts whole."""
+        target, draft = self._sides[pair.target], self._sides[pair.draft]
+        for side in {id(s): s for s in (target, draft)}.values():
+            side.begin(place.prompt.tokens)
+        uniforms, k = place.uniforms("text"), self._settings.k
+        text: list[int] = []
+        rounds = accepted = unread = 0
+        while len(text) < self._settings.path_tokens and not self._eos.intersection(text):
+            done = len(text)
+            last = text[-1] if text else place.prompt.tokens[-1]
+            behind = [*place.prompt.tokens[-1:], *text][done - unread : done]
+            draft.rewind(done - unread)
+            drafted = propose(
+                draft.draft, [*behind, last], k, place.temperature, uniforms[DRAFT, done:]
+            )
+            target.rewind(done)
+            p = verify(target.target, last, drafted.tokens, place.temperature)
+            judged = judge(p, drafted, *_deciding(uniforms, done, k))
+            text += [*drafted.tokens[: judged.num_accepted], judged.next_token]
+            unread = int(judged.num_accepted == k)  # the last draft was not read by the draft
+            rounds, accepted = rounds + 1, accepted + judged.num_accepted
+        return self._cut(text), FreeText(rounds=rounds, accepted=accepted, tokens=rounds + accepted)
+
+    def _cut(self, text: Sequence[int]) -> Tokens:
+        """Up to the end token, itself included, or the length asked for."""
+        text = text[: self._settings.path_tokens]
+        ends = [i for i, token in enumerate(text) if token in self._eos]
+        return tuple(text[: ends[0] + 1] if ends else text)
+
+    def _forced(self, place: _Place, path: Tokens) -> tuple[dict[str, float], Drift, Flip | None]:
+        """Both bundles on the same text, row by row."""
+        queries = [place.prompt.tokens[-1], *path[:-1]]
+        logits = {}
+        for name, side in self._sides.items():
+            side.begin(place.prompt.tokens)
+            logits[name] = side.target.rows(queries)
+        overlaps = dict.fromkeys((pair.key for pair in PAIRS), 0.0)
+        for i, query in enumerate(queries):
+            p = {name: law(logits[name][i], place.temperature) for name in NAMES}
+            q = {n: self._sides[n].draft.step([query], place.temperature).q for n in NAMES}
+            for pair in PAIRS:
+                ids = self._sides[pair.draft].draft.ids
+                overlaps[pair.key] += overlap(p[pair.target], q[pair.draft], ids)
+        return overlaps, *_drift(logits[REFERENCE], logits[BUNDLE], path)
+
+    def _rounds(self, place: _Place, path: Tokens) -> dict[str, Rounds]:
+        """From the last place to the first: what a round writes lies behind the places to come."""
+        tallies = {pair.key: _Tally(self._settings.k) for pair in PAIRS}
+        uniforms = place.uniforms("rounds")
+        for start in sorted(_starts(len(path), self._settings.rounds), reverse=True):
+            for pair, judged, drafted in self._round(place, path, start, uniforms):
+                tallies[pair.key].add(judged, drafted)
+        return {key: tally.result() for key, tally in tallies.items()}
+
+    def _round(
+        self, place: _Place, path: Tokens, start: int, uniforms: Array
+    ) -> list[tuple[Pair, Judged, Drafted]]:
+        """The two drafts' proposals before either target, each judged by both."""
+        last = [place.prompt.tokens[-1], *path][start]
+        drafted = {
+            n: self._propose(side, place, last, start, uniforms) for n, side in self._sides.items()
+        }
+        deciding = _deciding(uniforms, start, self._settings.k)
+        laws: dict[tuple[str, Tokens], Array] = {}  # both drafts often propose the same tokens
+        result = []
+        for pair in PAIRS:
+            drafts = drafted[pair.draft]
+            key = pair.target, drafts.tokens
+            if key not in laws:
+                side = self._sides[pair.target]
+                side.rewind(start)
+                laws[key] = verify(side.target, last, drafts.tokens, place.temperature)
+            result.append((pair, judge(laws[key], drafts, *deciding), drafts))
+        return result
+
+    def _propose(
+        self, side: Side, place: _Place, last: int, start: int, uniforms: Array
+    ) -> Drafted:
+        side.rewind(start)
+        drawing = uniforms[DRAFT, start:]
+        return propose(side.draft, [last], self._settings.k, place.temperature, drawing)
+
+
+class _Place:
+    """A prompt and a temperature, and the uniforms that belong to them and to nothing else."""
+
+    def __init__(self, prompt: TokenizedPrompt, temperature: float, settings: Settings) -> None:
+        self.prompt = prompt
+        self.temperature = temperature
+        self._settings = settings
+
+    def uniforms(self, purpose: str) -> Array:
+        """[purpose, position] f32, position 0 the first token behind the prompt."""
+        key = f"{self._settings.seed}/{purpose}/{self.prompt.id}/{self.temperature!r}"
+        seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big")
+        return uniform_table(seed, self._settings.path_tokens + self._settings.k + 1)
+
+
+class _Tally:
+    """Sums over the rounds of one pair."""
+
+    def __init__(self, k: int) -> None:
+        self._count = self._unknown = 0
+        self._reached, self._passed = np.zeros(k), np.zeros(k)
+        self._evaluated, self._accepted = np.zeros(k, np.int64), np.zeros(k, np.int64)
+
+    def add(self, judged: Judged, drafted: Drafted) -> None:
+        reached = np.cumprod([1.0, *judged.chance[:-1]])
+        positions = np.arange(len(reached))
+        self._count += 1
+        self._reached += reached
+        self._passed += reached * judged.overlap
+        self._evaluated += positions <= judged.num_accepted
+        self._accepted += positions < judged.num_accepted
+        self._unknown += drafted.q_of_token.count(0.0)
+
+    def result(self) -> Rounds:
+        return Rounds(
+            count=self._count,
+            reached=tuple(self._reached.tolist()),
+            passed=tuple(self._passed.tolist()),
+            evaluated=tuple(self._evaluated.tolist()),
+            accepted=tuple(self._accepted.tolist()),
+            unknown=self._unknown,
+        )
+
+
+def _deciding(uniforms: Array, start: int, k: int) -> tuple[Array, Array]:
+    """What decides a round's accept tests [k] and its draw [k + 1]."""
+    return uniforms[ACCEPT, start : start + k], uniforms[DRAW, start : start + k + 1]
+
+
+def _starts(length: int, rounds: int) -> set[int]:
+    """Places spread evenly over a text; fewer where it is short."""
+    return {(2 * i + 1) * length // (2 * rounds) for i in range(rounds)}
+
+
+def _drift(reference: Array, bundle: Array, path: Tokens) -> tuple[Drift, Flip | None]:
+    """reference, bundle: logits [len(path), vocab], the row that each token was drawn from."""
+    kls, tvs, nlls = [], [], {"reference": 0.0, "bundle": 0.0}
+    for ours, theirs, token in zip(reference, bundle, path, strict=True):
+        log_p, log_q = log_law(ours), log_law(theirs)
+        kls.append(kl(log_p, log_q))
+        tvs.append(total_variation(log_p, log_q))
+        nlls["reference"] -= float(log_p[token])
+        nlls["bundle"] -= float(log_q[token])
+    flips = np.flatnonzero(reference.argmax(-1) != bundle.argmax(-1)).tolist()
+    margins = tuple(top_margin(reference[i]) for i in flips)
+    drift = Drift(
+        kl=sum(kls),
+        tv=sum(tvs),
+        nll_reference=nlls["reference"],
+        nll_bundle=nlls["bundle"],
+        flips=tuple(flips),
+        flip_margins=margins,
+    )
+    return drift, _first_flip(reference, bundle, drift)
+
+
+def _first_flip(reference: Array, bundle: Array, drift: Drift) -> Flip | None:
+    if not drift.flips:
+        return None
+    place = drift.flips[0]
+    return Flip(
+        position=place,
+        reference_token=int(reference[place].argmax()),
+        bundle_token=int(bundle[place].argmax()),
+        margin=drift.flip_margins[0],
+    )

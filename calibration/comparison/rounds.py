@@ -1,0 +1,95 @@
+"""One round, drafted by one side and judged by either: the same uniforms decide in all four pairs.
+
+Position j of a round is its j-th drafted token, behind j - 1 tokens that the draft itself drew, and
+is reached when those were accepted. Behind text that is committed already, position 1 has the law
+of plain teacher forcing; only rounds show what the later positions accept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.reference import draw, recovered
+
+from .graphs import DraftGraph, TargetGraph
+from .law import law, overlap
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drafted:
+    """x_1 … x_k and the laws they were drawn from."""
+
+    tokens: tuple[int, ...]
+    q: tuple[Array, ...]  # each [D] f64
+    ids: Array  # [D], the target id of each entry
+    q_of_token: tuple[float, ...]  # 0 where the draft's own map doesn't know its token
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """What a target makes of a round's drafts."""
+
+    overlap: tuple[float, ...]  # Σ min(p, q) at each position
+    chance: tuple[float, ...]  # min(1, p/q) of each drafted token
+    num_accepted: int  # by the accept uniforms
+    next_token: int  # recovered or bonus
+
+
+def propose(
+    draft: DraftGraph, unread: Sequence[int], k: int, temperature: float, uniforms: Array
+) -> Drafted:
+    """k tokens behind the `unread` ones; uniforms: [k]. Leaves the draft k - 1 rows further."""
+    draft.read(unread[:-1])
+    last, tokens, laws, own = [unread[-1]], [], [], []
+    for i in range(k):
+        step = draft.step(last, temperature, float(uniforms[i]))
+        place = draft.index(step.token)
+        tokens.append(step.token)
+        laws.append(step.q)
+        own.append(0.0 if place is None else float(step.q[place]))
+        last = [step.token]
+    return Drafted(tokens=tuple(tokens), q=tuple(laws), ids=draft.ids, q_of_token=tuple(own))
+
+
+def verify(
+    target: TargetGraph, last: int, drafts: Sequence[int], temperature: float
+) -> Array:  # [k + 1, vocab] f64
+    """p behind the `last` committed token and each draft. Leaves the target k + 1 rows further."""
+    return law(target.rows([last, *drafts]), temperature)
+
+
+def judge(
+    p: Array,  # [k + 1, vocab]
+    drafted: Drafted,
+    accept_uniforms: Array,  # [k]
+    draw_uniforms: Array,  # [k + 1]
+) -> Judged:
+    """Accept while u · q(x) < p(x), then draw one token more (Leviathan et al., algorithm 1)."""
+    chances = [
+        min(1.0, float(p[j, x]) / q_x) if q_x > 0 else 0.0
+        for j, (x, q_x) in enumerate(zip(drafted.tokens, drafted.q_of_token, strict=True))
+    ]
+    fits = [bool(u < chance) for u, chance in zip(accept_uniforms, chances, strict=True)]
+    accepted = fits.index(False) if False in fits else len(fits)
+    return Judged(
+        overlap=tuple(overlap(p[j], q, drafted.ids) for j, q in enumerate(drafted.q)),
+        chance=tuple(chances),
+        num_accepted=accepted,
+        next_token=_next_token(p[accepted], drafted, accepted, float(draw_uniforms[accepted])),
+    )
+
+
+def _next_token(p: Array, drafted: Drafted, accepted: int, uniform: float) -> int:
+    """From the residual where a draft was rejected, from p behind k accepted ones."""
+    if accepted == len(drafted.tokens):
+        return draw(p, uniform)
+    q = np.zeros(len(p))
+    q[drafted.ids] = drafted.q[accepted]
+    return draw(recovered(p, q), uniform)
