@@ -21,7 +21,7 @@ computed first, and is all there is to compute in a batch of greedy rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx_ir as ir
@@ -30,6 +30,7 @@ from onnxscript import GraphBuilder
 
 from runtime.contract import accept_graph
 
+from .adjust_graph import Adjustments, adjusted, rows_behind_drafts
 from .control_flow import Op, Values, f32, i64, when
 from .draft_vocabulary import DraftVocabulary
 from .draw_graph import draw
@@ -85,10 +86,24 @@ class Round:
     top_k: ir.Value  # [batch] i64
     top_p: ir.Value  # [batch] f32
     min_p: ir.Value  # [batch] f32
+    adjustments: Adjustments
 
     @classmethod
     def of(cls, inputs: dict[str, ir.Value], vocabulary: DraftVocabulary) -> Round:
-        return cls(vocabulary=vocabulary, **inputs)
+        adjustments, others = Adjustments.split(inputs)
+        return cls(vocabulary=vocabulary, adjustments=adjustments, **others)
+
+    def with_adjusted_logits(self, op: Op) -> Round:
+        """Every row's logits as plain decoding would find them behind the drafts before it."""
+        size = self.vocabulary.target_size
+        # A draft that the target lacks is rejected, so no row behind it is read.
+        drafted = op.Min(self.draft_tokens, size - 1)
+        behind = rows_behind_drafts(op, drafted)
+        given = self.adjustments
+        logits = adjusted(
+            op, self.logits, drafted, behind, lambda _: given, given.adjust, size=size
+        )
+        return replace(self, logits=logits)
 
     def sampling(self, op: Op) -> Sampling:
         return Sampling.of(
@@ -99,6 +114,7 @@ class Round:
 
 def accept(op: Op, given: Round) -> Values:
     """num_accepted [batch] i64, next_token [batch] i64, new_lengths [batch] i32."""
+    given = given.with_adjusted_logits(op)
     q = given.vocabulary.q_at(op, given.draft_tokens, given.draft_probs)
     drawable = op.Greater(q, 0.0)
     greedy = _greedy(op, given, drawable)

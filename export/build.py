@@ -121,7 +121,10 @@ def _fill(plan: _Plan, directory: Path, progress: Progress) -> Manifest:
     if plan.draft is not None:
         name = plan.draft.checkpoint.name
         progress(f"tracing and writing the draft, {name}, {plan.draft_precision.name}")
-        draft = write_draft(plan.draft, plan.draft_precision, plan.draft_context, store)
+        draft = write_draft(
+            plan.draft, plan.draft_precision, plan.draft_context, store,
+            target_vocab=target.vocab_size,
+        )  # fmt: skip
     d2t = plan.draft.d2t if plan.draft else None
     write_accept(target.vocab_size, draft.vocab_size if draft else None, d2t, store)
     if d2t is not None:

@@ -7,16 +7,19 @@ nothing else; a greedy row's q is one-hot.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import NameFixPass
 from onnxscript import GraphBuilder
 
-from runtime.contract import DRAFT_STEP_PROBS, DRAFT_TOKEN, DRAFT_UNIFORMS, LOGITS, SAMPLING
+from runtime.contract import DRAFT_SAMPLING, DRAFT_STEP_PROBS, DRAFT_TOKEN, LOGITS
 from runtime.errors import BuildError
 
+from .adjust_graph import Adjustments, adjusted, all_drafts
 from .control_flow import Op, Values, f32, i64, when
-from .draft_vocabulary import check_length
+from .draft_vocabulary import DraftVocabulary, check_length
 from .draw_graph import draw
 from .graph_signature import name_outputs, typed
 from .sampling_inputs import Sampling, any_sampled
@@ -26,6 +29,8 @@ from .transforms_graph import transformed
 def append_draft_sampling(
     model: ir.Model,
     d2t: np.ndarray | None = None,  # [draft_vocab] int64, target id = i + d2t[i]
+    *,
+    vocab_size: int | None = None,  # the target's; None: the draft's own
 ) -> None:
     """Replace the output `logits` [batch, 1, draft_vocab] f32 by the sampled token and q.
 
@@ -33,36 +38,72 @@ def append_draft_sampling(
     """
     position, logits = _logits(model)
     size = _draft_vocab(logits, d2t)
+    vocabulary = DraftVocabulary(target_size=vocab_size or size, size=size, d2t=d2t)
     builder = GraphBuilder(model.graph)
     builder.push_module("draft_sampling")
-    inputs = [builder.input(s.name, *typed(s, {})) for s in (DRAFT_UNIFORMS, *SAMPLING)]
-    token, probs = _sample(builder.op, logits, *inputs, size=size)
+    sizes = {"vocab": vocabulary.target_size, "draft_vocab": size}
+    inputs = {s.name: builder.input(s.name, *typed(s, sizes)) for s in DRAFT_SAMPLING}
+    step = _Step.of(inputs, vocabulary)
+    token, probs = _sample(builder.op, step.adjusted(builder.op, logits), step)
     outputs = [_target_ids(builder.op, token, d2t), builder.op.Identity(probs)]
-    name_outputs(outputs, (DRAFT_TOKEN, DRAFT_STEP_PROBS), {"draft_vocab": size})
+    name_outputs(outputs, (DRAFT_TOKEN, DRAFT_STEP_PROBS), sizes)
     model.graph.outputs[position : position + 1] = outputs
     NameFixPass()(model)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Step:
+    """The contract's inputs; a name that the contract lacks fails here."""
+
+    vocabulary: DraftVocabulary
+    draft_uniforms: ir.Value  # [batch] f32
+    temperature: ir.Value  # [batch] f32
+    top_k: ir.Value  # [batch] i64
+    top_p: ir.Value  # [batch] f32
+    min_p: ir.Value  # [batch] f32
+    drafted_tokens: ir.Value  # [batch, drafted] i64, target ids
+    adjustments: Adjustments
+
+    @classmethod
+    def of(cls, inputs: dict[str, ir.Value], vocabulary: DraftVocabulary) -> _Step:
+        adjustments, others = Adjustments.split(inputs)
+        return cls(vocabulary=vocabulary, adjustments=adjustments, **others)
+
+    def adjusted(self, op: Op, logits: ir.Value) -> ir.Value:
+        """The logits as the committed tokens and this round's drafts leave them."""
+        drafted = self.vocabulary.draft_ids(op, self.drafted_tokens)
+        drafted = op.Min(drafted, self.vocabulary.size - 1)
+        return adjusted(
+            op, logits, drafted, all_drafts(op, drafted),
+            lambda inner: self.adjustments.for_draft(inner, self.vocabulary),
+            self.adjustments.adjust, size=self.vocabulary.size,
+        )  # fmt: skip
+
+    def sampling(self, op: Op) -> Sampling:
+        return Sampling.of(
+            op, self.temperature, self.top_k, self.top_p, self.min_p, vocab=self.vocabulary.size
+        )
 
 
 def _sample(
     op: Op,
     logits: ir.Value,  # [batch, 1, draft_vocab] f32
-    uniforms: ir.Value,  # [batch] f32
-    *parameters: ir.Value,  # temperature, top_k, top_p, min_p: [batch]
-    size: int,
+    step: _Step,
 ) -> Values:
     """Token of the draft vocabulary [batch, 1] int64, and q [batch, 1, draft_vocab] f32."""
+    size = step.vocabulary.size
     best = op.ArgMax(logits, axis=2, keepdims=0)
     greedy = [best, op.OneHot(best, size, [0.0, 1.0], axis=-1)]
 
     def sampled(inner: Op) -> Values:
-        law = transformed(inner, logits, Sampling.of(inner, *parameters, vocab=size))
+        law = transformed(inner, logits, step.sampling(inner))
         is_greedy, q = law.sampling.greedy, law.p(inner, logits)
-        u = inner.Unsqueeze(uniforms, [1])
+        u = inner.Unsqueeze(step.draft_uniforms, [1])
         token = draw(inner, inner.Squeeze(q, [1]), u, size=size)
         token = inner.Where(inner.Squeeze(is_greedy, [2]), best, token)
         return [token, inner.Where(is_greedy, greedy[1], q)]
 
-    wanted = any_sampled(op, parameters[0])
+    wanted = any_sampled(op, step.temperature)
     return when(op, wanted, greedy, sampled, [i64("batch", 1), f32("batch", 1, size)])
 
 

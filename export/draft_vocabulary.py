@@ -42,7 +42,7 @@ class DraftVocabulary:
         probs: ir.Value,  # [batch, k, draft_vocab] f32
     ) -> ir.Value:  # [batch, k] f32
         """q of the given target tokens: 0 for a token that the draft does not have."""
-        columns = op.Min(self._draft_ids(op, tokens), self.size)
+        columns = op.Min(self.draft_ids(op, tokens), self.size)
         inside = op.Less(columns, self.size)
         at = op.GatherElements(probs, op.Unsqueeze(op.Min(columns, self.size - 1), [2]), axis=2)
         return op.Where(inside, op.Squeeze(at, [2]), 0.0)
@@ -60,7 +60,8 @@ class DraftVocabulary:
         zeros = op.Expand(0.0, op.Concat(op.Shape(row, end=1), [self.target_size], axis=0))
         return op.ScatterElements(zeros, op.Expand(ids, op.Shape(row)), row, axis=1)
 
-    def _draft_ids(self, op: Op, tokens: ir.Value) -> ir.Value:
+    def draft_ids(self, op: Op, tokens: ir.Value) -> ir.Value:
+        """The draft's ids of target tokens, `size` or beyond for those that it lacks."""
         if self.d2t is None:
             return tokens
         t2d = np.full(self.target_size, self.size, dtype=np.int64)

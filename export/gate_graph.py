@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 
 from runtime.contract import CacheSpec, GraphSpec, draft_graph, target_graph
 from runtime.executor import EngineOptions, Executor, cache_buffers
+from runtime.sampling import SamplingParams
+from runtime.sampling_inputs import SamplingInputs
 
 Array = NDArray[Any]
 
@@ -61,6 +63,8 @@ class DraftGateGraph:
 
     def __init__(self, path: Path, cache: CacheSpec, vocab_size: int) -> None:
         self._executor = Executor.load(path, draft_graph(cache), EngineOptions(spin=False))
+        self._sampling = SamplingInputs(self._executor.axes["vocab"], rows=1)
+        self._sampling.begin(SamplingParams(temperature=1.0), ())
         self._cache, self._vocab = cache, vocab_size
 
     def probs(self, tokens: Sequence[int]) -> Array:
@@ -78,10 +82,9 @@ class DraftGateGraph:
             "input_ids": np.array([[token]], np.int64),
             "past_lengths": np.array([length], np.int32),
             "draft_uniforms": np.zeros(1, np.float32),
-            "temperature": np.ones(1, np.float32),
-            "top_k": np.zeros(1, np.int64),
-            "top_p": np.ones(1, np.float32),
-            "min_p": np.zeros(1, np.float32),
+            "drafted_tokens": np.zeros((1, 0), np.int64),
+            "allowed_tokens": self._sampling.allowed,
+            **self._sampling.shared,
             **past,
         }
         outputs: dict[str, Array] = {

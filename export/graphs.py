@@ -56,7 +56,7 @@ def write_target(
 
 
 def write_draft(
-    draft: Draft, precision: Precision, max_context: int, store: WeightStore
+    draft: Draft, precision: Precision, max_context: int, store: WeightStore, *, target_vocab: int
 ) -> WrittenGraph:
     """The same for `draft.onnx`, with sampling inside; a shared embedding isn't written again."""
     checkpoint = draft.checkpoint
@@ -64,7 +64,7 @@ def write_draft(
     model = _bound(checkpoint, max_context, head_rows=head_rows)
     fix_num_logits(model, 1)
     lower(model, precision.quantizer())
-    append_draft_sampling(model, draft.d2t)
+    append_draft_sampling(model, draft.d2t, vocab_size=target_vocab)
     rounded = _rounded(model, checkpoint)
     home = draft.borrowed_embedding
     save(model, "draft", store, share=_embedding_keys(checkpoint, home, precision))

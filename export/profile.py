@@ -32,7 +32,7 @@ ACCEPTANCE_ROUNDS = 24  # a prompt
 def measure(path: Path, manifest: Manifest) -> dict[str, Any]:
     """The contents of `reports/latency.json` for the bundle (still unnamed) at `path`."""
     rounds = load_rounds(path, manifest, EngineOptions())
-    rounds.buffers.set_sampling(SamplingParams())
+    rounds.buffers.sampling.begin(SamplingParams(), ())
     limits = manifest.limits
     context = min(CONTEXT, limits.max_context // 2)
     tokens = [1 + i % 7 for i in range(context)]
@@ -123,10 +123,11 @@ def _one_round(rounds: Rounds, tokens: list[int], k: int, uniforms: Any, kept: A
 def _draft_steps(rounds: Rounds, tokens: list[int], kept: Any) -> None:
     assert rounds.drafter is not None
     rounds.drafter.rollback(len(tokens) - 1)
-    rounds.drafter.propose(tokens, 1)  # catches up
+    rounds.drafter.propose(tokens, 1, rounds.constraint)  # catches up
     for behind in (1, 2):
         rounds.drafter.rollback(len(tokens) - behind)
-        kept["draft", behind].append(rounds.drafter.propose(tokens, 1))
+        proposal = rounds.drafter.propose(tokens, 1, rounds.constraint)
+        kept["draft", behind].append(proposal.seconds)
 
 
 def hardware() -> str:

@@ -20,6 +20,7 @@ from .errors import (
     UnsupportedModel,
     VocabularyMismatch,
 )
+from .grammar import Grammar
 from .sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ __all__ = [
     "EngineError",
     "FinishReason",
     "GateFailed",
+    "Grammar",
     "InvalidRequest",
     "LimitExceeded",
     "OutriderError",

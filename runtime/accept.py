@@ -31,7 +31,8 @@ class AcceptStep:
             "accept_uniforms": b.accept_uniforms[:, :k],
             "draw_uniforms": b.draw_uniforms[:, : k + 1],
             "past_lengths": b.target_lengths,
-            **b.sampling,
+            "allowed_tokens": b.sampling.allowed[:, : k + 1],
+            **b.sampling.shared,
         }
         outputs: dict[str, Array] = {
             "num_accepted": b.num_accepted,

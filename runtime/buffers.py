@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .sampling import SamplingParams
+from .sampling_inputs import SamplingInputs
 from .uniforms import ACCEPT, DRAFT, DRAW
 
 Array = NDArray[Any]
@@ -40,19 +40,7 @@ class RoundBuffers:
         self.num_accepted = np.zeros((1,), np.int64)
         self.next_token = np.zeros((1,), np.int64)
         self.new_lengths = np.zeros((1,), np.int32)
-        self.sampling: dict[str, Array] = {
-            "temperature": np.zeros((1,), np.float32),
-            "top_k": np.zeros((1,), np.int64),
-            "top_p": np.ones((1,), np.float32),
-            "min_p": np.zeros((1,), np.float32),
-        }
-
-    def set_sampling(self, params: SamplingParams) -> None:
-        vocab = self.logits.shape[2]
-        self.sampling["temperature"][0] = params.temperature
-        self.sampling["top_k"][0] = min(params.top_k, vocab)
-        self.sampling["top_p"][0] = params.top_p
-        self.sampling["min_p"][0] = params.min_p
+        self.sampling = SamplingInputs(vocab, k + 1)
 
     def set_uniforms(self, table: Array, position: int, k: int) -> None:
         """Take from `table` [purpose, position] what decides the tokens at `position`, …, + k."""

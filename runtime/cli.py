@@ -15,6 +15,7 @@ from .commands import Commands
 from .decoder import Decoder, Result
 from .errors import InvalidRequest
 from .generation import Chunk
+from .grammar import Grammar
 from .request import Prompt
 from .sampling import SamplingParams
 from .stats import Stats
@@ -47,6 +48,29 @@ def generate(
     top_k: Annotated[int, typer.Option(help="Tokens kept; 0 keeps all.")] = 0,
     top_p: Annotated[float, typer.Option(help="Probability kept; 1 keeps all.")] = 1.0,
     min_p: Annotated[float, typer.Option(help="Least share of the likeliest's.")] = 0.0,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="For tokens of prompt and answer; 1 changes nothing.")
+    ] = 1.0,
+    presence_penalty: Annotated[
+        float, typer.Option(help="Off the logit of a token in the answer; -2 to 2.")
+    ] = 0.0,
+    frequency_penalty: Annotated[
+        float, typer.Option(help="The same, for each time that it's there; -2 to 2.")
+    ] = 0.0,
+    logit_bias: Annotated[
+        list[str] | None, typer.Option(help="ID=BIAS, -100 to 100. May be repeated.")
+    ] = None,
+    ban: Annotated[
+        list[int] | None, typer.Option(help="A token id that is never drawn. May be repeated.")
+    ] = None,
+    min_tokens: Annotated[int, typer.Option(help="No end token before as many.")] = 0,
+    json_schema: Annotated[
+        Path | None, typer.Option(help="A file: the answer must be JSON of this schema.")
+    ] = None,
+    regex: Annotated[str | None, typer.Option(help="The answer must match this.")] = None,
+    lark: Annotated[
+        Path | None, typer.Option(help="A file: the answer must follow this Lark grammar.")
+    ] = None,
     max_tokens: Annotated[
         int | None, typer.Option(help="Default: to the end token or the context limit.")
     ] = None,
@@ -83,6 +107,13 @@ def generate(
         top_k=top_k,
         top_p=top_p,
         min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        logit_bias=_bias(logit_bias or []),
+        banned_tokens=tuple(ban or ()),
+        min_tokens=min_tokens,
+        grammar=_grammar(json_schema, regex, lark),
         seed=seed,
         max_tokens=max_tokens,
         stop=tuple(stop or ()),
@@ -110,6 +141,38 @@ def _prompt(prompt: str | None, messages: Path | None) -> Prompt:
     if messages is not None:
         return _read_messages(messages)
     return sys.stdin.read() if prompt == "-" else prompt or ""
+
+
+def _bias(pairs: list[str]) -> dict[int, float]:
+    """``["42=-5"]`` → {42: −5.0}."""
+    result = {}
+    for pair in pairs:
+        token, _, bias = pair.partition("=")
+        try:
+            result[int(token)] = float(bias)
+        except ValueError as error:
+            raise InvalidRequest(
+                f"--logit-bias: received {pair!r}. Expected ID=BIAS, such as 42=-5."
+            ) from error
+    return result
+
+
+def _grammar(json_schema: Path | None, regex: str | None, lark: Path | None) -> Grammar | None:
+    given = [source for source in (json_schema, regex, lark) if source is not None]
+    if len(given) > 1:
+        raise typer.BadParameter("Expected one of --json-schema, --regex and --lark.")
+    if json_schema is not None:
+        return Grammar.json_schema(_read_text("--json-schema", json_schema))
+    if lark is not None:
+        return Grammar.lark(_read_text("--lark", lark))
+    return None if regex is None else Grammar.regex(regex)
+
+
+def _read_text(option: str, path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"{option} {path}: {error}. Expected a UTF-8 file.") from error
 
 
 def _read_messages(path: Path) -> Prompt:

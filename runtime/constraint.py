@@ -25,7 +25,7 @@ class Constraint:
         rollback(num_generated)                       # where a stop, a limit or a cancel took fewer
 
     Plain decoding and the first token behind the prompt are rounds without drafts. The last row
-    is always opened. Where nothing is asked, nothing is filled and every row allows everything.
+    is always opened. Where nothing is asked, it does nothing and every row allows everything.
     """
 
     def __init__(self, allowed: NDArray[np.bool_]) -> None:
@@ -71,15 +71,19 @@ class Constraint:
         Where none may, the row allows everything: of an empty one there is no distribution to draw
         from, and `settle` drops what was drawn.
         """
+        if not self.active:
+            return True
         if i != self._num_drafted:
             raise RuntimeError(f"row {i} behind {self._num_drafted} drafts. Expected them in step.")
         if not self._row_is_open:
             self._row_is_open = True
-            self._end = self._fill(self._allowed[0, i]) if self.active else None
+            self._end = self._fill(self._allowed[0, i])
         return self._end is None
 
     def drafted(self, token: int) -> bool:
         """Follow a draft; returns False, and follows nothing, where the open row bans it."""
+        if not self.active:
+            return True
         if not self._row_is_open or self._end is not None:
             raise RuntimeError(f"draft {token} where no row is open. Expected open_row to be True.")
         if not self._allowed[0, self._num_drafted, token]:
@@ -93,6 +97,8 @@ class Constraint:
 
         A bonus token behind the end is not kept: the round then gave `num_accepted` tokens.
         """
+        if not self.active:
+            return num_accepted + 1
         behind_the_end = num_accepted == self._num_drafted and not self.open_row(num_accepted)
         self.rollback(self._num_generated + num_accepted)
         if behind_the_end:
@@ -103,6 +109,8 @@ class Constraint:
 
     def rollback(self, num_generated: int) -> None:
         """Be as if `num_generated` tokens had been generated, and none drafted behind them."""
+        if not self.active:
+            return
         read = self._num_generated + self._num_drafted
         if not 0 <= num_generated <= read:
             raise RuntimeError(f"rollback to {num_generated} tokens out of {read}")

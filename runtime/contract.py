@@ -41,9 +41,34 @@ TOP_P = _spec("top_p", "float32", "batch")  # 1 keeps all
 MIN_P = _spec("min_p", "float32", "batch")  # 0 keeps all
 SAMPLING = (TEMPERATURE, TOP_K, TOP_P, MIN_P)
 
+# What changes a row's logits before temperature. A row whose `adjust` is false holds neutral values
+# (penalties 1, 0, 0; bias 0; nothing seen; all allowed), and a batch of such rows reads none of it.
+ADJUST = _spec("adjust", "bool", "batch")
+REPETITION_PENALTY = _spec("repetition_penalty", "float32", "batch")  # 1 changes nothing
+PRESENCE_PENALTY = _spec("presence_penalty", "float32", "batch")  # 0 changes nothing
+FREQUENCY_PENALTY = _spec("frequency_penalty", "float32", "batch")  # 0 changes nothing
+LOGIT_BIAS = _spec("logit_bias", "float32", "batch", "vocab")
+SEEN_TOKENS = _spec("seen_tokens", "bool", "batch", "vocab")  # in the prompt or committed
+OUTPUT_COUNTS = _spec("output_counts", "float32", "batch", "vocab")  # committed behind the prompt
+ADJUSTING = (
+    ADJUST,
+    REPETITION_PENALTY,
+    PRESENCE_PENALTY,
+    FREQUENCY_PENALTY,
+    LOGIT_BIAS,
+    SEEN_TOKENS,
+    OUTPUT_COUNTS,
+)
+# Grammar, bans and minimum length as one mask; a row of it for each row of logits.
+ALLOWED_TOKENS = _spec("allowed_tokens", "bool", "batch", "k_plus_1", "vocab")
+DRAFT_ALLOWED_TOKENS = _spec("allowed_tokens", "bool", "batch", 1, "vocab")
+DRAFTED = _spec("drafted_tokens", "int64", "batch", "drafted")  # earlier in this round, target ids
+
 DRAFT_UNIFORMS = _spec("draft_uniforms", "float32", "batch")
 ACCEPT_UNIFORMS = _spec("accept_uniforms", "float32", "batch", "k")
 DRAW_UNIFORMS = _spec("draw_uniforms", "float32", "batch", "k_plus_1")
+
+DRAFT_SAMPLING = (DRAFT_UNIFORMS, *SAMPLING, *ADJUSTING, DRAFT_ALLOWED_TOKENS, DRAFTED)
 
 # The draft step's outputs; ids are the target's, q is over the draft vocabulary.
 DRAFT_TOKEN = _spec("draft_token", "int64", "batch", 1)
@@ -110,7 +135,7 @@ def target_graph(cache: CacheSpec) -> GraphSpec:
 def draft_graph(cache: CacheSpec) -> GraphSpec:
     """One draft step: the token(s) that the draft has not seen in, one sampled token and q out."""
     return GraphSpec(
-        inputs=(INPUT_IDS, PAST_LENGTHS, DRAFT_UNIFORMS, *SAMPLING, *cache.past()),
+        inputs=(INPUT_IDS, PAST_LENGTHS, *DRAFT_SAMPLING, *cache.past()),
         outputs=(DRAFT_TOKEN, DRAFT_STEP_PROBS, *cache.present()),
     )
 
@@ -126,6 +151,8 @@ def accept_graph() -> GraphSpec:
             DRAW_UNIFORMS,
             PAST_LENGTHS,
             *SAMPLING,
+            *ADJUSTING,
+            ALLOWED_TOKENS,
         ),
         outputs=(NUM_ACCEPTED, NEXT_TOKEN, NEW_LENGTHS),
     )

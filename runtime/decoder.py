@@ -14,6 +14,7 @@ from .engine import load_rounds
 from .errors import InvalidRequest
 from .executor import EngineOptions
 from .generation import Chunk, Generation
+from .grammar_compiler import GrammarCompiler
 from .latency import LatencyProfile
 from .planner import AdaptiveDraftLength, FixedDraftLength, Planner
 from .request import Prompt, Request
@@ -60,6 +61,9 @@ class Decoder:
             bundle.chat_template,
             manifest.bos_token_id,
             manifest.eos_token_ids,
+        )
+        self._compiler = GrammarCompiler(
+            bundle.tokenizer_path, manifest.target.vocab_size, manifest.eos_token_ids
         )
         self._rounds: Rounds | None = load_rounds(bundle.path, manifest, options or EngineOptions())
         self._profile = LatencyProfile.from_report(bundle.latency) if bundle.latency else None
@@ -190,5 +194,10 @@ class Decoder:
     ) -> Request:
         self._open_rounds()
         return Request.admit(
-            prompt, params or SamplingParams(), num_draft_tokens, self._manifest, self._text
+            prompt,
+            params or SamplingParams(),
+            num_draft_tokens,
+            self._manifest,
+            self._text,
+            self._compiler,
         )

@@ -17,7 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .buffers import RoundBuffers
+from .constraint import Constraint
 from .contract import CacheSpec
+from .drafter import Proposal
 from .executor import Call, Executor, cache_buffers
 
 WINDOW = 128  # most tokens that are read to catch up, in one call
@@ -61,18 +63,20 @@ class DraftModel:
         elif length < self.length:
             self._buffers.draft_lengths[0] = length - self._base
 
-    def propose(self, tokens: Sequence[int], k: int) -> float:
+    def propose(self, tokens: Sequence[int], k: int, constraint: Constraint) -> Proposal:
         """x_1 … x_k ~ q, behind the committed `tokens`."""
         self._make_room(len(tokens), k)
         seconds = self._catch_up(tokens[self.length : -2])
         unread = len(tokens) - self.length
-        seconds += (self._first_of_two if unread == 2 else self._steps[0]).run()
-        lengths = self._buffers.draft_lengths
-        lengths[0] += unread
-        for step in self._steps[1:k]:
-            seconds += step.run()
-            lengths[0] += 1
-        return seconds
+        block, drafted = self._buffers.block, 0
+        while drafted < k and constraint.open_row(drafted):
+            first_of_two = drafted == 0 and unread == 2
+            seconds += (self._first_of_two if first_of_two else self._steps[drafted]).run()
+            self._buffers.draft_lengths[0] += 1 if drafted else unread
+            if not constraint.drafted(int(block[0, 2 + drafted])):
+                break  # the draft's vocabulary has no token that may follow
+            drafted += 1
+        return Proposal(num_drafted=drafted, seconds=seconds)
 
     def _make_room(self, committed: int, k: int) -> None:
         far_behind = committed - self.length > self._window
@@ -106,6 +110,7 @@ class DraftModel:
             buffers.draft_uniforms[step : step + 1],
             buffers.block[:, step + 2 : step + 3],
             buffers.draft_probs[:, step : step + 1],
+            step,
         )
 
     def _bind(
@@ -114,12 +119,16 @@ class DraftModel:
         uniform: NDArray[Any],
         token: NDArray[Any],
         probs: NDArray[Any],
+        step: int = 0,
     ) -> Call:
+        sampling = self._buffers.sampling
         inputs = {
             "input_ids": input_ids,
             "past_lengths": self._buffers.draft_lengths,
             "draft_uniforms": uniform,
-            **self._buffers.sampling,
+            "drafted_tokens": self._buffers.drafts(step),
+            "allowed_tokens": sampling.allowed[:, step : step + 1],
+            **sampling.shared,
             **self._caches,
         }
         outputs = {"draft_token": token, "draft_step_probs": probs, **self._present}

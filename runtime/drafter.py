@@ -6,7 +6,18 @@ Invariant: after `rollback(n)` nothing that the drafter holds stems from a token
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
+
+from .constraint import Constraint
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proposal:
+    """What a drafter came up with: fewer tokens than asked for where it has no more."""
+
+    num_drafted: int
+    seconds: float  # in the engine
 
 
 class Drafter(Protocol):
@@ -22,8 +33,11 @@ class Drafter(Protocol):
     def unread(self, committed: int) -> int:
         """Tokens that it would read before drafting behind `committed` tokens; at least 1."""
 
-    def propose(self, tokens: Sequence[int], k: int) -> float:
-        """Draft k ≥ 1 tokens behind the committed `tokens`; returns seconds in the engine."""
+    def propose(self, tokens: Sequence[int], k: int, constraint: Constraint) -> Proposal:
+        """Draft up to k ≥ 1 tokens behind the committed `tokens`, each one that may follow.
+
+        Opens the constraint's row of every draft and tells it the draft.
+        """
 
     def rollback(self, length: int) -> None:
         """Forget everything beyond the first `length` tokens."""

@@ -29,7 +29,7 @@ def load_rounds(path: Path, manifest: Manifest, options: EngineOptions) -> Round
     drafter = None
     if draft_card:
         spec = draft_graph(draft_card.cache)
-        executor = _open(path, "draft", spec, options, {"draft_vocab": draft_vocab})
+        executor = _open(path, "draft", spec, options, sizes)
         drafter = DraftModel(executor, draft_card.cache, buffers)
     return Rounds(
         buffers,

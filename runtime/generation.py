@@ -10,7 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
 
+from .constraint import Constraint
 from .detokenizer import Detokenizer
+from .errors import InvalidRequest
 from .planner import Planner
 from .request import Request
 from .round import Outcome, Rounds
@@ -57,7 +59,13 @@ class Generation:
             max_context=ends.max_context,
             num_prompt_tokens=self.sequence.prompt_length,
         )
-        rounds.buffers.set_sampling(request.params)
+        rounds.begin(
+            request.params,
+            request.prompt,
+            eos_token_ids=tuple(ends.eos_token_ids),
+            matcher=request.matcher,
+        )
+        _refuse_nothing(rounds.constraint)
 
     @property
     def finished(self) -> bool:
@@ -69,7 +77,9 @@ class Generation:
         first = self.sequence.num_generated == 0
         outcome = self._prefill() if first else self._round()
         token_ids, text = self._committer.commit(outcome.tokens)
+        self._rounds.buffers.sampling.commit(token_ids)
         self._settle()
+        text += self._constrain()
         seconds = perf_counter() - start
         if first:
             self.stats.prefilled(len(token_ids), seconds)
@@ -91,8 +101,20 @@ class Generation:
     def _round(self) -> Outcome:
         k = self._choose()
         outcome = self._rounds.run(self.sequence.tokens, k, self._uniforms)
-        self._planner.observe(k, outcome.num_accepted)
+        self._planner.observe(outcome.num_drafted, outcome.num_accepted)
         return outcome
+
+    def _constrain(self) -> str:
+        """End where no token may follow; a complete grammar is a better reason than a limit."""
+        limits = (None, FinishReason.LENGTH, FinishReason.CONTEXT)
+        if not self._rounds.constraint.active or self.sequence.finish_reason not in limits:
+            return ""
+        reason = self._rounds.constraint.finish_reason
+        if reason is None or (self.finished and reason is not FinishReason.GRAMMAR):
+            return ""
+        text = "" if self.finished else self._committer.rest()
+        self.sequence.finish_reason = self.stats.finish_reason = reason
+        return text
 
     def _choose(self) -> int:
         """A round commits up to k + 1 tokens, none of them beyond the context."""
@@ -112,3 +134,13 @@ class Generation:
         self.stats.target_rows = self._rounds.target.length
         self.stats.draft_rows = self._rounds.drafter.length if self._rounds.drafter else 0
         self.stats.finish_reason = self.sequence.finish_reason
+
+
+def _refuse_nothing(constraint: Constraint) -> None:
+    """A request that allows no first token has no answer."""
+    if constraint.open_row(0):
+        return
+    raise InvalidRequest(
+        "grammar, banned_tokens, min_tokens: together they allow no first token. Expected at least "
+        "one; ban fewer tokens, or give a grammar that some text matches."
+    )

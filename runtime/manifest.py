@@ -16,7 +16,7 @@ from typing import Any
 from .contract import CacheSpec
 from .errors import BundleError
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ below 1.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -45,6 +45,38 @@ class Decision:
     num_accepted: int
     next_token: int  # recovered or bonus
     margin: float  # nearest comparison over its rounding bound: below 1 a graph may differ
+
+
+@dataclass(frozen=True, kw_only=True)
+class History:
+    """What a row's penalties count, and what its mask allows."""
+
+    prompt: tuple[int, ...] = ()
+    output: tuple[int, ...] = ()
+    allowed: Array | None = None  # [vocab] bool; None allows all
+
+
+def adjusted(
+    logits: Array,  # [vocab] f32
+    params: SamplingParams,
+    history: History,
+    target_ids: Array
+    | None = None,  # [vocab], the target token of each, where logits are a draft's
+) -> Array:  # [vocab] f32
+    """Logits after penalties, bias and mask, in float32 as the graphs compute them."""
+    f32 = np.float32
+    ids = np.arange(len(logits)) if target_ids is None else target_ids
+    counts = np.array([history.output.count(i) for i in ids.tolist()], f32)
+    seen = np.isin(ids, [*history.prompt, *history.output])
+    bias = np.array([params.logit_bias.get(i, 0.0) for i in ids.tolist()], f32)
+    factor = np.where(seen, f32(params.repetition_penalty), f32(1))
+    scaled = np.where(logits > 0, logits / factor, logits * factor)
+    present = (counts > 0).astype(f32)
+    penalty = f32(params.presence_penalty) * present + f32(params.frequency_penalty) * counts
+    result: Array = (scaled + (bias - penalty)).astype(f32)
+    if history.allowed is not None:
+        result = np.where(history.allowed[ids], result, f32(-np.inf))
+    return result
 
 
 def transformed(
@@ -90,9 +122,12 @@ def accept(
     draw_uniforms: Array,  # [k + 1] f32
     params: SamplingParams,
     target_ids: Array | None = None,  # [draft_vocab]
+    history: History | None = None,  # of row 0; its allowed [k + 1, vocab]
 ) -> Decision:
     """Algorithm 1 of Leviathan et al. (2023) for one sequence."""
     edges = Edges()
+    if history is not None:
+        logits = _adjusted_rows(logits, draft_tokens, params, history)
     for i, x in enumerate(draft_tokens):
         p = transformed(logits[i], params, edges)
         q = over_target(draft_probs[i], len(p), target_ids)
@@ -100,6 +135,18 @@ def accept(
             return _ended(i, recovered(p, q, edges), draw_uniforms[i], params, edges)
     k = len(draft_tokens)
     return _ended(k, transformed(logits[k], params, edges), draw_uniforms[k], params, edges)
+
+
+def _adjusted_rows(
+    logits: Array, draft_tokens: Array, params: SamplingParams, history: History
+) -> Array:
+    """Row i behind the first i drafts, as plain decoding would find it."""
+    rows = []
+    for i, row in enumerate(logits):
+        output = (*history.output, *(int(x) for x in draft_tokens[:i]))
+        allowed = None if history.allowed is None else history.allowed[i]
+        rows.append(adjusted(row, params, replace(history, output=output, allowed=allowed)))
+    return np.array(rows)
 
 
 def accepts(

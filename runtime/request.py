@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, SupportsIndex
 
 from .errors import InvalidRequest, LimitExceeded
+from .grammar_compiler import GrammarCompiler
 from .manifest import Manifest
+from .matcher import Matcher
 from .sampling import SamplingParams
 from .text import Text
 
@@ -24,6 +26,7 @@ class Request:
     params: SamplingParams
     seed: int
     num_draft_tokens: int | None
+    matcher: Matcher | None = None  # of params.grammar, for this request alone
 
     @classmethod
     def admit(
@@ -33,14 +36,20 @@ class Request:
         num_draft_tokens: int | None,
         manifest: Manifest,
         text: Text,
+        compiler: GrammarCompiler,
     ) -> Request:
         """Raises InvalidRequest or LimitExceeded, naming the field and how to mend it."""
         _check_draft_tokens(num_draft_tokens, manifest)
         tokens = _tokens(prompt, text)
         _check_tokens(tokens, manifest)
-        seed = secrets.randbits(64) if params.seed is None else params.seed
+        _check_ids("logit_bias", params.logit_bias, manifest)
+        _check_ids("banned_tokens", params.banned_tokens, manifest)
         return cls(
-            prompt=tuple(tokens), params=params, seed=seed, num_draft_tokens=num_draft_tokens
+            prompt=tuple(tokens),
+            params=params,
+            seed=secrets.randbits(64) if params.seed is None else params.seed,
+            num_draft_tokens=num_draft_tokens,
+            matcher=None if params.grammar is None else compiler.compile(params.grammar),
         )
 
 
@@ -75,6 +84,16 @@ def _check_tokens(tokens: list[int], manifest: Manifest) -> None:
     if len(tokens) >= limit:
         what = "prompt tokens, with room for one more"
         raise LimitExceeded(what, len(tokens) + 1, limit, "--max-context")
+
+
+def _check_ids(field: str, ids: Iterable[int], manifest: Manifest) -> None:
+    vocab = manifest.target.vocab_size
+    unknown = [token for token in ids if token >= vocab]
+    if unknown:
+        raise InvalidRequest(
+            f"{field}: received token {unknown[0]}. Expected ids from 0 to {vocab - 1}, the "
+            "vocabulary of this bundle."
+        )
 
 
 def _check_draft_tokens(k: int | None, manifest: Manifest) -> None:

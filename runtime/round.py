@@ -7,6 +7,7 @@ any number fewer after rounds with k = 0.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +15,13 @@ from numpy.typing import NDArray
 
 from .accept import AcceptStep
 from .buffers import RoundBuffers
-from .drafter import Drafter
+from .constraint import Constraint
+from .drafter import Drafter, Proposal
+from .matcher import Matcher
+from .sampling import SamplingParams
 from .target import PREFILL_CHUNK, TargetStep
+
+NOTHING = Proposal(num_drafted=0, seconds=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +30,8 @@ class Outcome:
 
     num_drafted: int
     num_accepted: int
-    tokens: tuple[int, ...]  # the accepted drafts, then the recovered or bonus token
+    #: the accepted drafts, then the recovered or bonus token, left out where a grammar has ended
+    tokens: tuple[int, ...]
     draft_s: float
     verify_s: float
     accept_s: float
@@ -44,15 +51,41 @@ class Rounds:
         self.target = target
         self.drafter = drafter
         self.accept = accept
+        self.constraint = Constraint(buffers.sampling.allowed)
+        self._prompt_length = 0
         self._prefilled: list[int] = []  # tokens of the rows that prefill wrote, for reuse
 
+    def begin(
+        self,
+        params: SamplingParams,
+        prompt: Sequence[int],
+        *,
+        eos_token_ids: Sequence[int] = (),
+        matcher: Matcher | None = None,
+    ) -> None:
+        """Set how the next sequence is sampled; nothing of an earlier one is left."""
+        self._prompt_length = len(prompt)
+        self.buffers.sampling.begin(params, prompt)
+        self.constraint.begin(
+            eos_token_ids=eos_token_ids,
+            matcher=matcher,
+            banned_tokens=params.banned_tokens,
+            min_tokens=params.min_tokens,
+        )
+
     def run(self, tokens: list[int], k: int, uniforms: NDArray[Any]) -> Outcome:
-        """One round behind the committed `tokens`; the caches follow, `tokens` are the caller's."""
+        """One round behind the committed `tokens`; the caches follow, `tokens` are the caller's.
+
+        A drafter may come up with fewer than k tokens.
+        """
         self.buffers.set_last(tokens)
         self.buffers.set_uniforms(uniforms, len(tokens), k)
-        draft_s = self.drafter.propose(tokens, k) if self.drafter and k else 0.0
-        verify_s = self.target.verify(k + 1)
-        return self._accepted(k, draft_s, verify_s)
+        proposal = NOTHING
+        if self.drafter and k:
+            proposal = self.drafter.propose(tokens, k, self.constraint)
+        self.constraint.open_row(proposal.num_drafted)
+        verify_s = self.target.verify(proposal.num_drafted + 1)
+        return self._accepted(proposal.num_drafted, proposal.seconds, verify_s)
 
     def prefill(self, tokens: list[int], uniforms: NDArray[Any]) -> Outcome:
         """Read a prompt in chunks and draw its first token from the last row."""
@@ -64,25 +97,28 @@ class Rounds:
             start += len(chunk)
         self.target.length -= 1  # accept counts the last query row itself
         self.buffers.set_uniforms(uniforms, len(tokens), 0)
+        self.constraint.open_row(0)
         return self._accepted(0, 0.0, seconds)
 
     def rollback(self, committed: int) -> None:
         """Leave both caches as a run that committed this many tokens would have."""
         self.target.length = min(self.target.length, committed - 1)
+        self.constraint.rollback(max(0, committed - self._prompt_length))
         if self.drafter:
             self.drafter.rollback(committed - 1)
 
     def _accepted(self, k: int, draft_s: float, verify_s: float) -> Outcome:
         accept_s = self.accept.decide(k)
         b = self.buffers
-        accepted = int(b.num_accepted[0])
+        accepted, token = int(b.num_accepted[0]), int(b.next_token[0])
+        kept = self.constraint.settle(accepted, token)
         b.target_lengths[0] = b.new_lengths[0]
         if self.drafter:
             self.drafter.rollback(int(b.new_lengths[0]))
         return Outcome(
             num_drafted=k,
             num_accepted=accepted,
-            tokens=(*b.block[0, 2 : 2 + accepted].tolist(), int(b.next_token[0])),
+            tokens=(*b.block[0, 2 : 2 + accepted].tolist(), token)[:kept],
             draft_s=draft_s,
             verify_s=verify_s,
             accept_s=accept_s,

@@ -12,6 +12,8 @@ class FinishReason(StrEnum):
     EOS = "eos"  # the model's end token
     STOP = "stop"  # a stop string
     LENGTH = "length"  # max_tokens
+    GRAMMAR = "grammar"  # the grammar is complete and nothing may follow
+    DEAD_END = "dead_end"  # grammar, bans and minimum length together leave no token
     CONTEXT = "context"  # the bundle's max_context
     CANCELLED = "cancelled"  # the stream was closed
 

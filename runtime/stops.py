@@ -91,12 +91,12 @@ class Committer:
 
     def _check(self, token: int) -> tuple[FinishReason | None, str]:
         if token in self._ends.eos_token_ids:
-            return FinishReason.EOS, self._rest()
+            return FinishReason.EOS, self.rest()
         text, stopped = self._strings.push(self._detokenizer.push(token))
         if stopped:
             return FinishReason.STOP, text
         reason = self._limit()
-        return reason, text + self._rest() if reason else text
+        return reason, text + self.rest() if reason else text
 
     def _limit(self) -> FinishReason | None:
         if self._sequence.num_generated == self._ends.max_tokens:
@@ -105,7 +105,7 @@ class Committer:
             return FinishReason.CONTEXT
         return None
 
-    def _rest(self) -> str:
-        """At the end nothing more can complete a stop string or a character: let go of it all."""
+    def rest(self) -> str:
+        """What was held back: at the end nothing can complete a stop string or a character."""
         text, stopped = self._strings.push(self._detokenizer.flush())
         return text if stopped else text + self._strings.flush()

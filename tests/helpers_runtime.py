@@ -127,12 +127,16 @@ def save_target(path: Path, table: NDArray[Any], context: int) -> None:
 
 
 def save_draft(
-    path: Path, table: NDArray[Any], context: int, d2t: NDArray[Any] | None = None
+    path: Path,
+    table: NDArray[Any],
+    context: int,
+    d2t: NDArray[Any] | None = None,
+    vocab: int | None = None,
 ) -> None:
     """The same kind of model, its last row sampled by the exporter's own tail."""
     model = ir.serde.deserialize_model(_table_model(table, context))
     _last_row_only(model)
-    append_draft_sampling(model, d2t)
+    append_draft_sampling(model, d2t, vocab_size=vocab)
     ir.save(model, path)
 
 
@@ -190,7 +194,7 @@ def write_bundle(
         path / "onnx" / "accept.onnx",
     )
     if draft is not None:
-        save_draft(path / "onnx" / "draft.onnx", draft, context, d2t)
+        save_draft(path / "onnx" / "draft.onnx", draft, context, d2t, vocab)
     byte_tokenizer(max(vocab, VOCAB)).save(str(path / "tokenizer.json"))
     (path / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     if d2t is not None:

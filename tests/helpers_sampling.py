@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import onnx_ir as ir
@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from export.accept_graph import accept_model
 from export.draft_tail import append_draft_sampling
 from runtime import reference
+from runtime.reference import History
 from runtime.sampling import SamplingParams
+from runtime.sampling_inputs import SamplingInputs
 
 Feed = dict[str, np.ndarray]
 BELOW_ONE = np.nextafter(np.float32(1), np.float32(0))
@@ -27,6 +29,44 @@ sampling_params = st.builds(
     top_p=st.sampled_from([1.0, 1.0, 0.999, 0.95, 0.83, 0.37, 0.013]),
     min_p=st.sampled_from([0.0, 0.0, 0.01, 0.07, 0.31, 1.0]),
 )
+
+adjusting_params = st.builds(
+    replace,
+    sampling_params,
+    repetition_penalty=st.sampled_from([1.0, 1.1, 2.0, 0.5]),
+    presence_penalty=st.sampled_from([0.0, 0.7, -1.5]),
+    frequency_penalty=st.sampled_from([0.0, 0.4, 2.0]),
+    logit_bias=st.dictionaries(st.integers(0, 1), st.sampled_from([-100.0, -1.0, 3.5]), max_size=2),
+)
+
+
+def random_history(rng: np.random.Generator, logits: np.ndarray, *, mask: bool) -> History:
+    """Tokens before the round, and a mask of every row that leaves its likeliest token."""
+    rows, vocab = logits.shape
+    prompt, output = (rng.integers(0, vocab, rng.integers(1, 9)).tolist() for _ in range(2))
+    allowed = rng.random((rows, vocab)) < rng.choice([0.1, 0.5, 0.95])
+    allowed[np.arange(rows), logits.argmax(-1)] = True
+    return History(
+        prompt=tuple(prompt), output=tuple(output[1:]), allowed=allowed if mask else None
+    )
+
+
+def adjusting(
+    rows: list[SamplingParams], histories: list[History | None], vocab: int, width: int
+) -> Feed:
+    """The contract's adjusting inputs as the runtime fills them."""
+    feeds = []
+    for params, history in zip(rows, histories, strict=True):
+        inputs = SamplingInputs(vocab, width)
+        if history is not None:
+            inputs.begin(params, history.prompt)
+            inputs.commit(history.output)
+            if history.allowed is not None:
+                inputs.shared["adjust"][0] = True
+                inputs.allowed[0] = history.allowed
+        others = {n: v for n, v in inputs.shared.items() if n not in columns(rows)}
+        feeds.append(others | {"allowed_tokens": inputs.allowed})
+    return {name: np.concatenate([feed[name] for feed in feeds]) for name in feeds[0]}
 
 
 def trimmed(vocab: int, draft_vocab: int, seed: int = 0) -> np.ndarray:
@@ -60,7 +100,8 @@ def tail_session(draft_vocab: int, vocab: int | None = None) -> ort.InferenceSes
     logits.name, logits.dtype, logits.shape = "logits", given.dtype, given.shape
     graph = ir.Graph([given], [logits], nodes=[node], opset_imports={"": 24}, name="draft")
     model = ir.Model(graph, ir_version=10)
-    append_draft_sampling(model, None if vocab is None else trimmed(vocab, draft_vocab))
+    d2t = None if vocab is None else trimmed(vocab, draft_vocab)
+    append_draft_sampling(model, d2t, vocab_size=vocab)
     return session(model)
 
 
@@ -72,6 +113,16 @@ def columns(rows: list[SamplingParams]) -> Feed:
         "top_p": np.array([r.top_p for r in rows], np.float32),
         "min_p": np.array([r.min_p for r in rows], np.float32),
     }
+
+
+def neutral(rows: list[SamplingParams], vocab: int, width: int, drafted: int | None = None) -> Feed:
+    """The contract's adjustments, asking for nothing; for a draft step with `drafted`."""
+    feed = {
+        n: np.repeat(v, len(rows), 0) for n, v in adjusting(rows[:1], [None], vocab, width).items()
+    }
+    if drafted is not None:
+        feed["drafted_tokens"] = np.zeros((len(rows), drafted), np.int64)
+    return feed
 
 
 def law_of(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
@@ -89,6 +140,7 @@ class Round:
     mapped: bool
     rows: list[SamplingParams]
     feed: Feed
+    histories: list[History | None] = field(default_factory=list)
 
     @property
     def target_ids(self) -> np.ndarray | None:
@@ -98,12 +150,21 @@ class Round:
 
     def run(self) -> list[np.ndarray]:
         graph = accept_session(self.vocab, self.draft_vocab, mapped=self.mapped)
-        return graph.run(None, self.feed)
+        return graph.run(None, neutral(self._one_each, self.vocab, self._width) | self.feed)
+
+    @property
+    def _one_each(self) -> list[SamplingParams]:
+        return self.rows[:1] * len(self.feed["logits"])
+
+    @property
+    def _width(self) -> int:
+        return int(self.feed["logits"].shape[1])
 
     def expected(self, row: int) -> reference.Decision:
         names = ("logits", "draft_tokens", "draft_probs", "accept_uniforms", "draw_uniforms")
         given = [self.feed[name][row] for name in names]
-        return reference.accept(*given, self.rows[row], self.target_ids)
+        history = self.histories[row] if self.histories else None
+        return reference.accept(*given, self.rows[row], self.target_ids, history)
 
 
 def row_of_logits(rng: np.random.Generator, kind: str, shape: tuple[int, ...]) -> np.ndarray:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -14,8 +16,12 @@ from helpers_sampling import (
     Round,
     Tally,
     accept_session,
+    adjusting,
+    adjusting_params,
     columns,
     draft_logits,
+    neutral,
+    random_history,
     row_of_logits,
     sampling_params,
     tail_session,
@@ -28,6 +34,7 @@ from export.accept_graph import accept_model
 from runtime import reference
 from runtime.contract import accept_graph, check_graph
 from runtime.errors import VocabularyMismatch
+from runtime.reference import History
 from runtime.sampling import SamplingParams
 
 # vocab, draft_vocab, mapped by d2t. 128 is the length of the graph's list.
@@ -44,7 +51,7 @@ VOCABULARIES = (
     (5000, 600, True),
 )
 LARGE = 16_384  # from here on the list is found through column maxima
-EXAMPLES = 830
+EXAMPLES = 1000
 
 
 def make_round(
@@ -55,6 +62,7 @@ def make_round(
     seed: int,
     *,
     strays: float = 0.0,
+    histories: bool = False,
 ) -> Round:
     """A batch of rounds whose drafts were drawn from their q, but for a share of the rows."""
     vocab, draft_vocab, mapped = vocabulary
@@ -62,27 +70,51 @@ def make_round(
     shift = trimmed(vocab, draft_vocab) if mapped else np.zeros(draft_vocab, np.int64)
     ids = np.arange(draft_vocab) + shift
     feed: dict[str, list[np.ndarray]] = {"logits": [], "draft_tokens": [], "draft_probs": []}
+    befores: list[History | None] = []
     for params, (kind, draft_kind) in zip(rows, kinds, strict=True):
         logits = row_of_logits(rng, kind, (k + 1, vocab))
-        tokens, probs = _drafts(rng, draft_logits(rng, draft_kind, logits[:k], ids), params)
+        mask = bool(rng.integers(2))
+        before = random_history(rng, logits, mask=mask) if histories else None
+        drafts = draft_logits(rng, draft_kind, logits[:k], ids)
+        tokens, probs = _drafts(rng, drafts, params, ids, vocab, before)
         if rng.random() < strays:
-            tokens = rng.integers(0, draft_vocab, k)
+            tokens = ids[rng.integers(0, draft_vocab, k)]
         feed["logits"].append(logits)
-        feed["draft_tokens"].append(ids[tokens])
+        feed["draft_tokens"].append(tokens)
         feed["draft_probs"].append(probs)
+        befores.append(before)
     batch = {name: np.stack(values) for name, values in feed.items()}
     batch |= _uniforms(rng, len(rows), k) | columns(rows)
-    return Round(vocab=vocab, draft_vocab=draft_vocab, mapped=mapped, rows=rows, feed=batch)
+    batch |= adjusting(rows, befores, vocab, k + 1)
+    return Round(
+        vocab=vocab,
+        draft_vocab=draft_vocab,
+        mapped=mapped,
+        rows=rows,
+        feed=batch,
+        histories=befores,
+    )
 
 
 def _drafts(
-    rng: np.random.Generator, logits: np.ndarray, params: SamplingParams
+    rng: np.random.Generator,
+    logits: np.ndarray,
+    params: SamplingParams,
+    ids: np.ndarray,
+    vocab: int,
+    before: History | None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens [k] and q [k, draft_vocab]."""
-    probs = np.zeros(logits.shape, np.float32)
-    tokens = np.zeros(len(logits), np.int64)
+    """Target tokens [k] and q [k, draft_vocab]; NaN where a mask leaves the draft no token."""
+    probs = np.full(logits.shape, np.nan, np.float32)
+    tokens = np.full(len(logits), ids[0], np.int64)
     for i, row in enumerate(logits):
-        tokens[i], probs[i], _ = reference.draft_sample(row, rng.random(), params)
+        if before is not None:
+            output = (*before.output, *tokens[:i].tolist())
+            allowed = None if before.allowed is None else before.allowed[i]
+            now = replace(before, output=output, allowed=allowed)
+            row = reference.adjusted(row, params, now, np.minimum(ids, vocab - 1))
+        if np.isfinite(row).any():
+            tokens[i], probs[i], _ = reference.draft_sample(row, rng.random(), params, ids)
     return tokens, probs
 
 
@@ -101,14 +133,17 @@ def _uniforms(rng: np.random.Generator, batch: int, k: int) -> Feed:
 @st.composite
 def rounds(draw: st.DrawFn) -> Round:
     batch = draw(st.integers(1, 4))
+    histories = draw(st.booleans())
+    asked = adjusting_params if histories else sampling_params
     kind = st.tuples(st.sampled_from(LOGIT_KINDS), st.sampled_from(DRAFT_KINDS))
     return make_round(
         draw(st.sampled_from(VOCABULARIES)),
         draw(st.integers(0, 8)),
-        draw(st.lists(sampling_params, min_size=batch, max_size=batch)),
+        draw(st.lists(asked, min_size=batch, max_size=batch)),
         draw(st.lists(kind, min_size=batch, max_size=batch)),
         draw(st.integers(0, 2**32)),
         strays=0.125,
+        histories=histories,
     )
 
 
@@ -156,7 +191,8 @@ def changed(case: Round, **arrays: np.ndarray) -> Round:
 @pytest.mark.parametrize(("vocab", "draft_vocab", "mapped"), VOCABULARIES)
 def test_signature_is_the_contract(vocab: int, draft_vocab: int, mapped: bool) -> None:
     graph = accept_session(vocab, draft_vocab, mapped=mapped)
-    names = {"tensor(float)": "float32", "tensor(int64)": "int64", "tensor(int32)": "int32"}
+    names = {"float": "float32", "int64": "int64", "int32": "int32", "bool": "bool"}
+    names = {f"tensor({onnx})": numpy for onnx, numpy in names.items()}
     inputs, outputs = (
         {t.name: (names[t.type], t.shape) for t in side}
         for side in (graph.get_inputs(), graph.get_outputs())
@@ -259,6 +295,7 @@ def test_greedy_tie_goes_to_the_lowest_id_beside_greedy_and_sampled_rows() -> No
             "draw_uniforms": np.full((len(rows), 1), 0.999, np.float32),
             "past_lengths": np.zeros(len(rows), np.int32),
             **columns(rows),
+            **neutral(rows, 1000, 1),
         }
         assert accept_session(1000).run(["next_token"], feed)[0][0] == 200
 
@@ -341,6 +378,7 @@ def _two_tokens(
     for _ in range(PAIRS_K):
         body = draft[last][:, None]
         feed = {"body": body, "draft_uniforms": rng.random(n, np.float32), **columns([params] * n)}
+        feed |= neutral([params] * n, VOCAB, 1, 0)
         token, q = tail_session(DRAFT_VOCAB, VOCAB).run(None, feed)
         raw = np.exp(body / 0.9)
         last = token[:, 0]
@@ -355,6 +393,7 @@ def _two_tokens(
         "draw_uniforms": rng.random((n, PAIRS_K + 1), np.float32),
         "past_lengths": np.zeros(n, np.int32),
         **columns([params] * n),
+        **neutral([params] * n, VOCAB, PAIRS_K + 1),
     }
     graph = accept_session(VOCAB, DRAFT_VOCAB, mapped=True)
     accepted, token, _ = graph.run(None, feed)

@@ -287,7 +287,7 @@ def test_where_nothing_is_asked_nothing_is_filled(language: Language) -> None:
 
 
 def test_rows_and_drafts_go_in_step(language: Language) -> None:
-    constraint = Rig(language).constraint
+    constraint = Rig(language, min_tokens=1).constraint
     with pytest.raises(RuntimeError, match="in step"):
         constraint.open_row(1)
     with pytest.raises(RuntimeError, match="no row is open"):

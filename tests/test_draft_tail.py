@@ -11,6 +11,7 @@ from helpers_sampling import (
     LOGIT_KINDS,
     Tally,
     columns,
+    neutral,
     row_of_logits,
     sampling_params,
     tail_session,
@@ -28,7 +29,7 @@ from transformers import (
 
 from export.draft_tail import append_draft_sampling
 from runtime import reference
-from runtime.contract import DRAFT_STEP_PROBS, DRAFT_TOKEN, DRAFT_UNIFORMS, SAMPLING
+from runtime.contract import DRAFT_SAMPLING, DRAFT_STEP_PROBS, DRAFT_TOKEN
 from runtime.errors import BuildError, VocabularyMismatch
 from runtime.sampling import SamplingParams
 
@@ -43,6 +44,7 @@ def run(
 ) -> tuple[np.ndarray, np.ndarray]:
     """draft_token [batch], draft_step_probs [batch, draft_vocab]."""
     feed = {"body": logits[:, None], "draft_uniforms": uniforms, **columns(rows)}
+    feed |= neutral(rows, vocab or logits.shape[1], 1, 0)
     names = [DRAFT_TOKEN.name, DRAFT_STEP_PROBS.name]
     token, probs = tail_session(logits.shape[1], vocab).run(names, feed)
     assert token.shape == (len(rows), 1)
@@ -156,7 +158,7 @@ def _hugging_face(params: SamplingParams) -> LogitsProcessorList:
 def test_other_inputs_and_outputs_of_the_body_stay() -> None:
     model = _body(8, extra="present.0.key")
     append_draft_sampling(model)
-    added = [DRAFT_UNIFORMS.name, *(spec.name for spec in SAMPLING)]
+    added = [spec.name for spec in DRAFT_SAMPLING]
     assert [v.name for v in model.graph.inputs] == ["body", *added]
     outputs = [DRAFT_TOKEN.name, DRAFT_STEP_PROBS.name, "present.0.key"]
     assert [v.name for v in model.graph.outputs] == outputs

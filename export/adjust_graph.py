@@ -1,0 +1,158 @@
+"""Penalties, logit bias and the mask of allowed tokens, in front of temperature.
+
+    l ← l / r or l · r where seen (r: repetition penalty; Keskar et al. 2019)
+    l ← l + bias − presence · [count > 0] − frequency · count
+    l ← −∞ where not allowed
+
+A row must see the history that plain decoding would have there: the committed tokens, which the
+host counts, and the drafts of this round in front of it. Those are few, so the whole vocabulary is
+adjusted by the committed counts once, and the drafted tokens' own logits are then put right row by
+row. Invariant: a value written for a drafted token depends on its id and its row alone, so writing
+it twice, for a token drafted twice, writes the same.
+
+The order and the arithmetic are Hugging Face's (repetition) and the OpenAI API's (presence,
+frequency, bias); presence and frequency count generated tokens, repetition the prompt's too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+import numpy as np
+import onnx_ir as ir
+
+from .control_flow import Op, f32, when
+from .draft_vocabulary import DraftVocabulary
+from .floor_search import any_of
+
+FLOAT = ir.DataType.FLOAT
+BANNED = float("-inf")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adjustments:
+    """The contract's inputs; ids of every table are those of the logits they adjust."""
+
+    adjust: ir.Value  # [batch] bool
+    repetition_penalty: ir.Value  # [batch] f32
+    presence_penalty: ir.Value  # [batch] f32
+    frequency_penalty: ir.Value  # [batch] f32
+    logit_bias: ir.Value  # [batch, vocab] f32
+    seen_tokens: ir.Value  # [batch, vocab] bool
+    output_counts: ir.Value  # [batch, vocab] f32
+    allowed_tokens: ir.Value  # [batch, rows, vocab] bool
+
+    @classmethod
+    def split(cls, inputs: dict[str, ir.Value]) -> tuple[Adjustments, dict[str, ir.Value]]:
+        """A graph's inputs by name, told apart: these, and all others."""
+        ours = {field.name for field in fields(cls)}
+        others = {name: value for name, value in inputs.items() if name not in ours}
+        return cls(**{name: inputs[name] for name in ours}), others
+
+    def for_draft(self, op: Op, vocabulary: DraftVocabulary) -> Adjustments:
+        """The same over the draft's ids; one that only a padded draft has takes the last token's.
+
+        No token that the target lacks is ever accepted, whatever its q.
+        """
+        ids = np.minimum(vocabulary.target_ids(), vocabulary.target_size - 1)
+        if vocabulary.size == vocabulary.target_size and (ids == np.arange(len(ids))).all():
+            return self
+        index = op.initializer(ir.tensor(ids, name="adjusted_ids"))
+        tables = ("logit_bias", "seen_tokens", "output_counts", "allowed_tokens")
+        picked = {name: op.Gather(getattr(self, name), index, axis=-1) for name in tables}
+        return Adjustments(**{**vars(self), **picked})
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Tables:
+    """What adjusts some tokens: shapes broadcast to [batch, rows, tokens]."""
+
+    seen: ir.Value  # bool
+    counts: ir.Value  # f32
+    bias: ir.Value  # f32
+    allowed: ir.Value  # bool
+
+
+def adjusted(
+    op: Op,
+    logits: ir.Value,  # [batch, rows, vocab] f32
+    drafted: ir.Value,  # [batch, n] int64, ids of the logits
+    behind: ir.Value,  # [rows, n] f32, 1 where the row comes after the draft
+    adjustments: Callable[[Op], Adjustments],  # over the ids of the logits
+    adjust: ir.Value,  # [batch] bool
+    *,
+    size: int,
+) -> ir.Value:  # [batch, rows, vocab] f32
+    """Adjusted logits; the logits themselves in a batch that adjusts none."""
+
+    def compute(inner: Op) -> list[ir.Value]:
+        given = adjustments(inner)
+        whole = _penalised(inner, logits, _whole(inner, given), given)
+        tokens = _per_row(inner, drafted, behind)
+        raw = inner.GatherElements(logits, tokens, axis=2)
+        corrected = _penalised(inner, raw, _at_drafts(inner, drafted, behind, given), given)
+        return [inner.ScatterElements(whole, tokens, corrected, axis=2)]
+
+    like = f32("batch", None, size)
+    (result,) = when(op, any_of(op, adjust), [logits], compute, [like])
+    return result
+
+
+def _whole(op: Op, given: Adjustments) -> _Tables:
+    """Every token, as the committed tokens leave it."""
+    seen, counts, bias = (
+        op.Unsqueeze(x, [1]) for x in (given.seen_tokens, given.output_counts, given.logit_bias)
+    )
+    return _Tables(seen=seen, counts=counts, bias=bias, allowed=given.allowed_tokens)
+
+
+def _at_drafts(op: Op, drafted: ir.Value, behind: ir.Value, given: Adjustments) -> _Tables:
+    """The drafted tokens alone, as each row finds them: [batch, rows, n] or broadcast to it."""
+    same = op.Equal(op.Unsqueeze(drafted, [2]), op.Unsqueeze(drafted, [1]))  # [batch, n, n]
+    fresh = op.MatMul(behind, op.Cast(same, to=FLOAT))  # times drafted in front of the row
+    seen, counts, bias = (
+        op.Unsqueeze(op.GatherElements(x, drafted, axis=1), [1])
+        for x in (given.seen_tokens, given.output_counts, given.logit_bias)
+    )
+    return _Tables(
+        seen=op.Or(seen, op.Greater(fresh, 0.0)),
+        counts=op.Add(counts, fresh),
+        bias=bias,
+        allowed=op.GatherElements(given.allowed_tokens, _per_row(op, drafted, behind), axis=2),
+    )
+
+
+def _per_row(op: Op, drafted: ir.Value, behind: ir.Value) -> ir.Value:
+    """[batch, n] → [batch, rows, n]."""
+    rows = op.Shape(behind, end=1)
+    n = op.Shape(drafted, start=1)
+    batch = op.Shape(drafted, end=1)
+    return op.Expand(op.Unsqueeze(drafted, [1]), op.Concat(batch, rows, n, axis=0))
+
+
+def _penalised(op: Op, logits: ir.Value, tables: _Tables, given: Adjustments) -> ir.Value:
+    """The formulas at the top of this file."""
+    repetition, presence, frequency = (
+        op.Unsqueeze(x, [1, 2])
+        for x in (given.repetition_penalty, given.presence_penalty, given.frequency_penalty)
+    )
+    factor = op.Where(tables.seen, repetition, 1.0)
+    positive = op.Greater(logits, 0.0)
+    scaled = op.Where(positive, op.Div(logits, factor), op.Mul(logits, factor))
+    present = op.Cast(op.Greater(tables.counts, 0.0), to=FLOAT)
+    penalty = op.Add(op.Mul(presence, present), op.Mul(frequency, tables.counts))
+    shifted = op.Add(scaled, op.Sub(tables.bias, penalty))
+    return op.Where(tables.allowed, shifted, BANNED)
+
+
+def rows_behind_drafts(op: Op, drafted: ir.Value) -> ir.Value:
+    """[k + 1, k] f32 for accept: row i comes after the first i drafts."""
+    k = op.Shape(drafted, start=1)
+    ones = op.Expand(1.0, op.Concat(op.Add(k, 1), k, axis=0))
+    return op.Trilu(ones, -1, upper=0)
+
+
+def all_drafts(op: Op, drafted: ir.Value) -> ir.Value:
+    """[1, n] f32 for a draft step: its row comes after all of them."""
+    return op.Expand(1.0, op.Concat([1], op.Shape(drafted, start=1), axis=0))
