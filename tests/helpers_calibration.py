@@ -1,0 +1,95 @@
+"""Pairs of bundles to compare: logit tables for exact figures, altered copies for planted faults."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from helpers_runtime import VOCAB, latency_report, near_table, target_table, write_bundle
+from onnx import numpy_helper
+from typer.testing import CliRunner
+
+from calibration.cli import app
+from runtime.bundle_files import record_files
+from runtime.manifest import Manifest
+
+TARGET = target_table(VOCAB)
+DRAFT = near_table(TARGET, 1.0)
+NEAR_TARGET = near_table(TARGET, 0.3, seed=5)
+NEAR_DRAFT = near_table(DRAFT, 0.5, seed=6)
+FAST = ("--tokens", "24", "--temperatures", "0,1", "-k", "3", "--free-prompts", "1")
+
+
+def write_tables(folder: Path) -> dict[str, Path]:
+    """Two bundles that differ in target and draft."""
+    slow, fast = latency_report(row=0.2, draft=0.1), latency_report(row=0.1, draft=0.05)
+    return {
+        "reference": write_bundle(folder / "reference", TARGET, DRAFT, latency=slow),
+        "bundle": write_bundle(folder / "bundle", NEAR_TARGET, NEAR_DRAFT, latency=fast),
+    }
+
+
+def write_prompts(path: Path, count: int = 6) -> Path:
+    rows = [{"prompt": f"text {i}", "category": "ab"[i % 2], "id": i} for i in range(count)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def run_compare(*arguments: object) -> dict[str, Any]:
+    done = CliRunner().invoke(app, ["compare", *map(str, arguments), "--json"])
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def failed_compare(*arguments: object) -> str:
+    """stderr of a comparison that exits 1."""
+    done = CliRunner().invoke(app, ["compare", *map(str, arguments)])
+    assert done.exit_code == 1, done.output
+    return done.stderr
+
+
+def altered(bundle: Path, out: Path, change: Callable[[Path], None]) -> Path:
+    """A copy with changed files and a manifest that vouches for them."""
+    shutil.copytree(bundle, out)
+    change(out)
+    manifest = Manifest.from_json((out / "manifest.json").read_text())
+    files = record_files(out)
+    tokenizer = files["tokenizer.json"].sha256
+    manifest = dataclasses.replace(manifest, files=files, tokenizer_sha256=tokenizer)
+    (out / "manifest.json").write_text(manifest.to_json())
+    return out
+
+
+def scaled_weight(name: str, factor: float) -> Callable[[Path], None]:
+    """Multiply a stored tensor of the target, such as one layer's scales."""
+
+    def change(folder: Path) -> None:
+        path = folder / "onnx" / "target.onnx"
+        model = onnx.load(path, load_external_data=False)
+        (tensor,) = [t for t in model.graph.initializer if t.name == name]
+        place = {e.key: e.value for e in tensor.external_data}
+        data = np.memmap(path.parent / place["location"], mode="r+")
+        part = data[int(place["offset"]) :][: int(place["length"])].view(np.float32)
+        part *= np.float32(factor)
+        data.flush()
+
+    return change
+
+
+def changed_initializer(graph: str, name: str, value: np.ndarray) -> Callable[[Path], None]:
+    """Replace a tensor that a graph holds itself."""
+
+    def change(folder: Path) -> None:
+        path = folder / "onnx" / f"{graph}.onnx"
+        model = onnx.load(path)
+        (tensor,) = [t for t in model.graph.initializer if t.name == name]
+        tensor.CopyFrom(numpy_helper.from_array(value, name))
+        onnx.save(model, path)
+
+    return change
