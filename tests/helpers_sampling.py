@@ -92,15 +92,20 @@ def accept_session(
 
 
 @functools.cache
-def tail_session(draft_vocab: int, vocab: int | None = None) -> ort.InferenceSession:
-    """A draft step whose body is its input `body` [batch, 1, draft_vocab]."""
+def tail_session(
+    draft_vocab: int, vocab: int | None = None, *, mapped: bool = True
+) -> ort.InferenceSession:
+    """A draft step whose body is its input `body` [batch, 1, draft_vocab].
+
+    vocab: the target's, None is the draft's own. Unmapped ids are equal, one side padded.
+    """
     given = ir.val("body", dtype=ir.DataType.FLOAT, shape=["batch", 1, draft_vocab])
     node = ir.node("Identity", [given])
     logits = node.outputs[0]
     logits.name, logits.dtype, logits.shape = "logits", given.dtype, given.shape
     graph = ir.Graph([given], [logits], nodes=[node], opset_imports={"": 24}, name="draft")
     model = ir.Model(graph, ir_version=10)
-    d2t = None if vocab is None else trimmed(vocab, draft_vocab)
+    d2t = trimmed(vocab, draft_vocab) if mapped and vocab is not None else None
     append_draft_sampling(model, d2t, vocab_size=vocab)
     return session(model)
 

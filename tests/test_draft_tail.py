@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import numpy as np
 import onnx_ir as ir
 import pytest
@@ -9,9 +11,13 @@ import torch
 from helpers_sampling import (
     BELOW_ONE,
     LOGIT_KINDS,
+    Feed,
     Tally,
+    adjusting,
+    adjusting_params,
     columns,
     neutral,
+    random_history,
     row_of_logits,
     sampling_params,
     tail_session,
@@ -31,9 +37,19 @@ from export.draft_tail import append_draft_sampling
 from runtime import reference
 from runtime.contract import DRAFT_SAMPLING, DRAFT_STEP_PROBS, DRAFT_TOKEN
 from runtime.errors import BuildError, VocabularyMismatch
+from runtime.reference import History
 from runtime.sampling import SamplingParams
 
-VOCABULARIES = ((2, None), (9, 20), (128, None), (129, 129), (1000, 5000))
+# draft_vocab, the target's, mapped by d2t. 128 is the length of the graph's list.
+VOCABULARIES = (
+    (2, 2, False),
+    (9, 20, True),
+    (40, 33, False),  # a draft padded beyond the target
+    (33, 40, False),  # a target padded beyond the draft
+    (128, 128, False),
+    (129, 129, True),
+    (1000, 5000, True),
+)
 
 
 def run(
@@ -41,49 +57,106 @@ def run(
     uniforms: np.ndarray,  # [batch]
     rows: list[SamplingParams],
     vocab: int | None = None,
+    *,
+    mapped: bool = True,
+    adjustments: Feed | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """draft_token [batch], draft_step_probs [batch, draft_vocab]."""
     feed = {"body": logits[:, None], "draft_uniforms": uniforms, **columns(rows)}
-    feed |= neutral(rows, vocab or logits.shape[1], 1, 0)
+    feed |= adjustments or neutral(rows, vocab or logits.shape[1], 1, 0)
     names = [DRAFT_TOKEN.name, DRAFT_STEP_PROBS.name]
-    token, probs = tail_session(logits.shape[1], vocab).run(names, feed)
+    token, probs = tail_session(logits.shape[1], vocab, mapped=mapped).run(names, feed)
     assert token.shape == (len(rows), 1)
     assert probs.shape == (len(rows), 1, logits.shape[1])
     return token[:, 0], probs[:, 0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steps:
+    """A batch of draft steps, each behind drafts of its own."""
+
+    vocabulary: tuple[int, int, bool]
+    rows: list[SamplingParams]
+    logits: np.ndarray  # [batch, draft_vocab]
+    uniforms: np.ndarray  # [batch]
+    drafted: np.ndarray  # [batch, n], target ids
+    befores: list[History | None]
+
+    def run(self) -> tuple[np.ndarray, np.ndarray]:
+        _, vocab, mapped = self.vocabulary
+        asked = adjusting(self.rows, self.befores, vocab, 1) | {"drafted_tokens": self.drafted}
+        return run(self.logits, self.uniforms, self.rows, vocab, mapped=mapped, adjustments=asked)
+
+    def expected(self, row: int) -> tuple[int, np.ndarray, float]:
+        ids, before, logits = target_ids(self.vocabulary), self.befores[row], self.logits[row]
+        if before is not None:
+            allowed = None if before.allowed is None else before.allowed[0]
+            output = (*before.output, *self.drafted[row].tolist())
+            now = replace(before, output=output, allowed=allowed)
+            known = np.minimum(ids, self.vocabulary[1] - 1)
+            logits = reference.adjusted(logits, self.rows[row], now, known)
+        return reference.draft_sample(logits, self.uniforms[row], self.rows[row], ids)
+
+
+def target_ids(vocabulary: tuple[int, int, bool]) -> np.ndarray:  # [draft_vocab]
+    size, vocab, mapped = vocabulary
+    return np.arange(size) + (trimmed(vocab, size) if mapped else 0)
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> Steps:
+    """Half of them adjust nothing; few ids are drafted, so that some are drafted twice."""
+    vocabulary, histories = draw(st.sampled_from(VOCABULARIES)), draw(st.booleans())
+    asked = adjusting_params if histories else sampling_params
+    cases = draw(st.lists(st.tuples(asked, st.sampled_from(LOGIT_KINDS)), min_size=1, max_size=4))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    size, vocab, _ = vocabulary
+    known = target_ids(vocabulary)
+    known = known[known < vocab]
+    logits = np.stack([row_of_logits(rng, kind, (size,)) for _, kind in cases])
+    befores = [
+        _before(rng, row[: len(known)], known, vocab) if histories else None for row in logits
+    ]
+    few = rng.choice(known, 3)
+    return Steps(
+        vocabulary=vocabulary,
+        rows=[params for params, _ in cases],
+        logits=logits,
+        uniforms=rng.random(len(cases), np.float32),
+        drafted=rng.choice(few, (len(cases), draw(st.integers(0, 4)))),
+        befores=befores,
+    )
+
+
+def _before(rng: np.random.Generator, logits: np.ndarray, known: np.ndarray, vocab: int) -> History:
+    """Over the target's ids; a mask leaves the draft its likeliest token."""
+    wide = np.full((1, vocab), -np.inf)
+    wide[0, known] = logits
+    return random_history(rng, wide, mask=bool(rng.integers(2)))
 
 
 def test_draws_as_the_reference() -> None:
     tally = Tally()
 
     @settings(
-        max_examples=250,
+        max_examples=400,
         deadline=None,
         derandomize=True,
         database=None,
         suppress_health_check=list(HealthCheck),
     )
-    @given(
-        st.sampled_from(VOCABULARIES),
-        st.lists(st.tuples(sampling_params, st.sampled_from(LOGIT_KINDS)), min_size=1, max_size=4),
-        st.integers(0, 2**32),
-    )
-    def check(sizes: tuple[int, int | None], cases: list, seed: int) -> None:
-        draft_vocab, vocab = sizes
-        rng = np.random.default_rng(seed)
-        rows = [params for params, _ in cases]
-        logits = np.stack([row_of_logits(rng, kind, (draft_vocab,)) for _, kind in cases])
-        uniforms = rng.random(len(rows), np.float32)
-        tokens, probs = run(logits, uniforms, rows, vocab)
-        ids = np.arange(draft_vocab) + (0 if vocab is None else trimmed(vocab, draft_vocab))
-        for i, params in enumerate(rows):
-            token, q, margin = reference.draft_sample(logits[i], uniforms[i], params, ids)
+    @given(steps())
+    def check(case: Steps) -> None:
+        tokens, probs = case.run()
+        for i in range(len(case.rows)):
+            token, q, margin = case.expected(i)
             if tally.count(margin):
                 assert tokens[i] == token
                 np.testing.assert_allclose(probs[i], q, rtol=5e-5, atol=1e-12)
 
     check()
     print(f"draft: {tally.cases} cases, {tally.excluded} too near an edge")  # noqa: T201
-    assert tally.cases >= 400
+    assert tally.cases >= 600
     assert tally.excluded <= 0.01 * tally.cases
 
 
