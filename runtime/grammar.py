@@ -41,7 +41,11 @@ class Grammar:
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | str) -> Self:
-        """A JSON schema, as a mapping or as JSON text."""
+        """A JSON schema, as a mapping or as JSON text.
+
+        White space is free between the parts; `"x-guidance": {"whitespace_flexible": false}` in the
+        schema allows none, for a model that would go on with it for ever.
+        """
         if isinstance(schema, Mapping):
             return cls(kind=GrammarKind.JSON_SCHEMA, text=_as_json(schema))
         return cls(kind=GrammarKind.JSON_SCHEMA, text=schema)

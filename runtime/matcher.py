@@ -117,7 +117,23 @@ class Matcher:
             return
         self._words &= self._open_words
         self._may_end = self._library.is_accepting()
-        self._may_go_on = bool(self._words.any())
+        self._may_go_on = self._can_read_the_first()
+
+    def _can_read_the_first(self) -> bool:
+        """Whether any token may follow; a mask whose first one can't be read allows none.
+
+        Where the grammar forces a byte that no token spells, the library masks for what would come
+        behind it (llguidance 1.9.1).
+        """
+        at = int(self._words.astype(np.bool_).argmax())
+        word = int(self._words[at])
+        if word == 0:
+            return False
+        lowest = (word & -word).bit_length() - 1
+        if self._library.validate_tokens([32 * at + lowest]) == 1:
+            return True
+        self._words.fill(0)
+        return False
 
     def _notice_error(self) -> None:
         self._broken = self._library.is_error()

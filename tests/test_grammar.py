@@ -139,6 +139,14 @@ def test_an_ignored_keyword_is_ignored_where_the_schema_says_so(language: Langua
     assert matcher.complete
 
 
+def test_white_space_is_free_unless_the_schema_says_otherwise(language: Language) -> None:
+    free = {"type": "array", "items": {"type": "null"}}
+    tight = {**free, "x-guidance": {"whitespace_flexible": False}}
+    space = language.id("Ġ")
+    assert language.row(language.matcher(Grammar.json_schema(free), "["))[space]
+    assert not language.row(language.matcher(Grammar.json_schema(tight), "["))[space]
+
+
 def test_a_tokenizer_that_cannot_be_followed_is_refused(tmp_path: Path) -> None:
     words = Tokenizer(models.WordLevel({"a": 0, "b": 1, "<unk>": 2}, "<unk>"))
     with pytest.raises(InvalidRequest, match=r"grammar: this bundle's tokenizer.*decoder"):
@@ -232,6 +240,15 @@ def test_an_end_token_that_text_can_spell_is_no_text(tmp_path: Path) -> None:
     assert matcher.complete
 
 
+def test_a_grammar_that_only_an_end_token_could_go_on_is_complete(tmp_path: Path) -> None:
+    tokenizer = byte_level(special=(), without="b")
+    tokenizer.add_tokens([AddedToken("bc", special=False)])
+    spelled = Language(tmp_path, tokenizer, ends=("bc",))
+    matcher = spelled.matcher(Grammar.regex("a(bc)*"), "a")
+    assert spelled.allowed(matcher) == {"bc"}
+    assert matcher.complete
+
+
 def test_a_dead_end_is_told_from_an_end_and_can_be_left(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -254,6 +271,15 @@ def test_a_dead_end_is_told_from_an_end_and_can_be_left(
     assert dead.complete
     assert mute.allowed(matcher) == {"a", "c"}
     assert (mute.row(matcher) == start).all()
+
+
+@pytest.mark.parametrize("rest", ["", "d", "(d|e)+", "a+"])
+def test_a_forced_byte_that_no_token_spells_is_a_dead_end(tmp_path: Path, rest: str) -> None:
+    """Whatever the grammar has behind it: the library's mask alone would go on there."""
+    mute = Language(tmp_path, byte_level(without="b"))
+    matcher = mute.matcher(Grammar.regex(f"xc|xab{rest}"), "xa")
+    assert matcher.dead_end
+    assert not mute.row(matcher).any()
 
 
 @pytest.mark.parametrize("limit", [{"step_max_items": 100}, {"max_items_in_row": 20}])
