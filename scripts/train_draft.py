@@ -139,10 +139,15 @@ def run_labels(job: Job, shard: tuple[int, int]) -> None:
         )
 
 
-def run_training(job: Job, options: TrainOptions, minutes: float | None) -> Trainer:
+def run_training(
+    job: Job, options: TrainOptions, minutes: float | None, start: Path | None
+) -> Trainer:
     """Fit the draft; a ``minutes`` stop keeps the state and asks for another run."""
     torch.manual_seed(options.seed)
-    student = Student(job.target, job.layer_ids, torch.from_numpy(job.vocabulary))
+    vocabulary = torch.from_numpy(job.vocabulary)
+    student = Student(job.target, job.layer_ids, vocabulary)
+    if start is not None:
+        student.begin_from(start, vocabulary)
     trainer = Trainer(student, options, state=job.work / "train.pt")
     sizes = [len(chunk) for chunk in job.split.chunks]
     finished = trainer.run(
@@ -156,6 +161,12 @@ def run_training(job: Job, options: TrainOptions, minutes: float | None) -> Trai
             "for the planned --epochs; run the same command with more minutes to go on."
         )
     return trainer
+
+
+def start_sha256(start: Path | None) -> str:
+    """What a resumed run compares; an unreadable draft is refused when it's opened."""
+    weights = None if start is None else start / "model.safetensors"
+    return file_sha256(weights) if weights and weights.is_file() else ""
 
 
 class Printer:
@@ -233,6 +244,9 @@ def main(
     layers: Annotated[int, typer.Option(help="Layers to keep: half from each end.")] = 4,
     layer_ids: Annotated[str | None, typer.Option(help="Layers to keep, as 0,1,28,29.")] = None,
     draft_vocab: Annotated[int, typer.Option(help="Tokens the draft can propose.")] = 6144,
+    start: Annotated[
+        Path | None, typer.Option(help="An earlier draft to go on from, with a new schedule.")
+    ] = None,
     epochs: Annotated[float, typer.Option(help="Passes over the text; fixes the schedule.")] = 2.0,
     batch_tokens: Annotated[int, typer.Option(help="Tokens an optimizer step.")] = 1024,
     minutes: Annotated[float | None, typer.Option(help="Hard stop; run again to go on.")] = None,
@@ -268,8 +282,10 @@ def main(
         if phase is Phase.LABEL:
             print(json.dumps({"labelled": str(work)}) if as_json else f"labelled into {work}")
             return
-        options = TrainOptions(epochs=epochs, batch_tokens=batch_tokens, seed=seed)
-        trainer = run_training(job, options, minutes)
+        options = TrainOptions(
+            epochs=epochs, batch_tokens=batch_tokens, seed=seed, start_sha256=start_sha256(start)
+        )
+        trainer = run_training(job, options, minutes, start)
         figures = evaluate(trainer.student, job.split.held_out, load_held_out(work), job.vocabulary)
         export(
             out,

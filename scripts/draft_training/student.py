@@ -2,9 +2,12 @@
 
 import copy
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -84,6 +87,30 @@ class Student(nn.Module):
     def own_state(self) -> dict[str, torch.Tensor]:
         """Every tensor but the shared embedding, under the names of the published file."""
         return {k: v for k, v in self.state_dict().items() if "embed_tokens" not in k}
+
+    def begin_from(self, draft: Path, vocabulary: torch.Tensor) -> None:
+        """Take the weights of an earlier draft of the same layers and tokens.
+
+        Raises:
+            TargetError: it's another kind of draft.
+        """
+        try:
+            tensors = load_file(draft / "model.safetensors")
+        except (OSError, SafetensorError) as error:
+            raise TargetError(
+                f"--start: {draft}: {error}. Expected a directory which this script wrote."
+            ) from error
+        d2t = tensors.pop("d2t", torch.zeros(0))
+        tensors.pop("t2d", None)
+        shapes = {name: tuple(value.shape) for name, value in self.own_state().items()}
+        same = {name: tuple(value.shape) for name, value in tensors.items()} == shapes
+        ids = torch.arange(len(d2t)) + d2t
+        if not same or not torch.equal(ids, vocabulary):
+            raise TargetError(
+                f"--start: {draft}: received a draft of other layers or other tokens. Expected "
+                "one from the same text with the same --layer-ids and --draft-vocab."
+            )
+        self.load_own_state({name: value.float() for name, value in tensors.items()})
 
     def load_own_state(self, state: dict[str, torch.Tensor]) -> None:
         missing, unexpected = self.load_state_dict(state, strict=False)

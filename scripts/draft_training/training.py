@@ -36,6 +36,7 @@ class TrainOptions:
     decay_share: float = 0.4  # of the run, at its end
     overlap_weight: float = 0.7  # of the loss, at the end of the run
     seed: int = 0
+    start_sha256: str = ""  # of the draft that it begins from; "" begins from the target's layers
 
     def decayed(self, progress: float) -> float:
         """How far into the decay ``progress`` is, 0 to 1.
