@@ -80,11 +80,12 @@ class GrammarCompiler:
         end = _add_end(tokenizer)
         size = max(self._vocab_size, end + 1)
         try:
-            self._tokenizer = LLTokenizer(tokenizer.to_str(), n_vocab=size, eos_token=end)
+            library = LLTokenizer(tokenizer.to_str(), n_vocab=size, eos_token=end)
         except ValueError as error:
             raise _unsupported_tokenizer(str(error)) from None
         self._open_words = self._text_words(size, end)
-        return self._tokenizer
+        self._tokenizer = library  # last: another thread may be waiting for it
+        return library
 
     def _text_words(self, size: int, end: int) -> NDArray[np.int32]:
         """A bit for each id that may be text, in the library's words of 32."""

@@ -216,6 +216,15 @@ def test_a_target_that_knows_fewer_ids_than_its_tokenizer(tmp_path: Path) -> Non
     assert row.sum() > 128
 
 
+def test_a_token_that_the_target_does_not_know_leads_nowhere(tmp_path: Path) -> None:
+    tokenizer = byte_level(special=(), without="b")
+    tokenizer.add_tokens([AddedToken("bc", special=False)])
+    short = Language(tmp_path, tokenizer, ends=(), padding=-1)
+    assert short.vocab == short.id("bc")
+    assert short.matcher(Grammar.regex("a(bc)?"), "a").complete
+    assert short.matcher(Grammar.regex("abc|c"), "a").dead_end
+
+
 def test_a_tokenizer_without_special_tokens(tmp_path: Path) -> None:
     """No end token at all: id 0 is text like any other, and a complete grammar says so."""
     plain = Language(tmp_path, byte_level(special=()), ends=(), padding=0)
