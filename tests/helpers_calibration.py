@@ -1,4 +1,4 @@
-"""Pairs of bundles to compare: logit tables for exact figures, altered copies for planted faults."""
+"""Pairs of bundles to compare: logit tables for exact figures, copies with planted faults."""
 
 from __future__ import annotations
 
@@ -66,30 +66,24 @@ def altered(bundle: Path, out: Path, change: Callable[[Path], None]) -> Path:
     return out
 
 
-def scaled_weight(name: str, factor: float) -> Callable[[Path], None]:
-    """Multiply a stored tensor of the target, such as one layer's scales."""
+def changed_tensor(
+    name: str, dtype: type, change: Callable[[np.ndarray], np.ndarray]
+) -> Callable[[Path], None]:
+    """Rewrite a tensor of the target where it lies in the file, such as one layer's scales."""
 
-    def change(folder: Path) -> None:
+    def apply(folder: Path) -> None:
         path = folder / "onnx" / "target.onnx"
         model = onnx.load(path, load_external_data=False)
         (tensor,) = [t for t in model.graph.initializer if t.name == name]
+        if tensor.data_location != onnx.TensorProto.EXTERNAL:  # a small one
+            array = change(numpy_helper.to_array(tensor)).astype(dtype)
+            tensor.CopyFrom(numpy_helper.from_array(array, name))
+            path.write_bytes(model.SerializeToString())
+            return
         place = {e.key: e.value for e in tensor.external_data}
         data = np.memmap(path.parent / place["location"], mode="r+")
-        part = data[int(place["offset"]) :][: int(place["length"])].view(np.float32)
-        part *= np.float32(factor)
+        part = data[int(place["offset"]) :][: int(place["length"])].view(dtype)
+        part[:] = change(part)
         data.flush()
 
-    return change
-
-
-def changed_initializer(graph: str, name: str, value: np.ndarray) -> Callable[[Path], None]:
-    """Replace a tensor that a graph holds itself."""
-
-    def change(folder: Path) -> None:
-        path = folder / "onnx" / f"{graph}.onnx"
-        model = onnx.load(path)
-        (tensor,) = [t for t in model.graph.initializer if t.name == name]
-        tensor.CopyFrom(numpy_helper.from_array(value, name))
-        onnx.save(model, path)
-
-    return change
+    return apply

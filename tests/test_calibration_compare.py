@@ -195,6 +195,9 @@ def test_exchanging_the_two_turns_every_sign(
                     assert opposite is None
                     continue
                 assert found["value"] == -opposite["value"]
+                if found["low"] is None:  # too few prompts
+                    assert opposite["low"] is opposite["high"] is None
+                    continue
                 assert found["low"] == -opposite["high"]
                 assert found["high"] == -opposite["low"]
                 signs += found["value"] != 0
@@ -230,7 +233,7 @@ def test_a_limit_that_is_passed_names_its_cells_and_exits_1(
     limit = sorted(drops.values())[len(drops) // 2]
     error = failed_compare(*arguments, "--max-acceptance-drop", limit)
     for (temperature, category), drop in drops.items():
-        named = f"acceptance at temperature {temperature}, category {category} fell" in error
+        named = f"acceptance at temperature {temperature}, category {category} changed" in error
         assert named == (drop > limit)
     assert "KL at" not in error
     assert "KL at temperature all, category all" in failed_compare(*arguments, "--max-kl", "0.001")
@@ -307,7 +310,7 @@ def test_too_little_text_is_refused(folder: Path, bundles: dict[str, Path]) -> N
     error = failed_compare(
         bundles["bundle"], "--reference", bundles["reference"], "--prompts", few, *FAST
     )
-    assert "received 3 prompts of 1 to 81 tokens, of 6. Expected at least 4" in error
+    assert "received 3 prompts of 1 to 78 tokens, of 6. Expected at least 4" in error
 
 
 @pytest.mark.parametrize("graph", ["target", "draft"])

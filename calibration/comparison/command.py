@@ -51,11 +51,11 @@ def compare_command(
     k: Annotated[int, typer.Option("-k", help="Tokens drafted a round.")] = 4,
     rounds: Annotated[int, typer.Option(help="For each prompt and temperature.")] = 2,
     free_prompts: Annotated[
-        int, typer.Option(help="Of each category, that all four pairs answer themselves.")
-    ] = 1,
+        int, typer.Option(help="Answered by each of the four pairs itself, too.")
+    ] = 4,
     layer_tokens: Annotated[
         int, typer.Option(help="To measure each layer on; 0 leaves layers out.")
-    ] = 64,
+    ] = 48,
     paths: Annotated[
         Path | None, typer.Option(help="A compare.json: read its texts, don't write new ones.")
     ] = None,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,13 +18,26 @@ from runtime.bundle import Bundle
 from runtime.contract import CacheSpec, GraphSpec, draft_graph, target_graph
 from runtime.errors import EngineError
 from runtime.executor import EngineOptions, Executor, cache_buffers
+from runtime.reference import draw
 
+from .law import law
 from .neutral import neutral_inputs
 
 Array = NDArray[Any]
 
 CHUNK = 64  # rows a call: bounds the memory that logits take
 SUM_SLACK = 0.01  # q further from a sum of 1 is no distribution
+
+
+class NonFinite(EngineError):
+    """A graph of the bundle at `path` gave NaN, infinity or no distribution."""
+
+    def __init__(self, path: Path, graph: str, received: str, flag: str) -> None:
+        super().__init__(
+            f"{path.name}: {graph}: received {received}. Expected finite numbers; rebuild the "
+            f"bundle with {flag} fp32, and if that does not help check the checkpoint's weights."
+        )
+        self.path = path
 
 
 class CachedGraph:
@@ -68,7 +81,7 @@ class TargetGraph:
     def __init__(self, bundle: Bundle, options: EngineOptions) -> None:
         card = bundle.manifest.target
         self.vocab = card.vocab_size
-        self._where = f"{bundle.path.name}: target"
+        self._path = bundle.path
         path, spec = bundle.model_path("target"), target_graph(card.cache)
         self.graph = CachedGraph(path, spec, card.cache, {"vocab": self.vocab}, options)
 
@@ -88,11 +101,8 @@ class TargetGraph:
         start = self.graph.length
         self.graph.run(tokens, {"num_logits": np.array(num_logits, np.int64)}, {"logits": logits})
         if not np.isfinite(logits).all():
-            raise EngineError(
-                f"{self._where}: received logits that are not finite, in rows {start} to "
-                f"{self.graph.length - 1}. Expected numbers; rebuild the bundle with "
-                "--precision fp32, and if that does not help check the checkpoint's weights."
-            )
+            rows = f"logits that are not finite, in rows {start} to {self.graph.length - 1}"
+            raise NonFinite(self._path, "target", rows, "--precision")
         return logits[0]
 
 
@@ -102,6 +112,32 @@ class DraftStep:
 
     token: int  # target id
     q: Array  # [len(DraftGraph.ids)] f64
+
+
+class Drafter(Protocol):
+    """What drafts a round's tokens, over a cache of its own. ids: [D], ascending."""
+
+    @property
+    def ids(self) -> Array: ...
+
+    def read(self, tokens: Sequence[int]) -> None: ...
+
+    def step(self, tokens: Sequence[int], temperature: float, uniform: float) -> DraftStep: ...
+
+
+class TargetAsDraft:
+    """A target that drafts for another one: the quantized one is nearly always accepted."""
+
+    def __init__(self, target: TargetGraph) -> None:
+        self._target = target
+        self.ids: Array = np.arange(target.vocab)
+
+    def read(self, tokens: Sequence[int]) -> None:
+        self._target.read(tokens)
+
+    def step(self, tokens: Sequence[int], temperature: float, uniform: float) -> DraftStep:
+        q = law(self._target.rows(tokens)[-1], temperature)
+        return DraftStep(token=draw(q, uniform), q=q)
 
 
 class DraftGraph:
@@ -115,7 +151,7 @@ class DraftGraph:
         card, vocab = bundle.manifest.draft, bundle.manifest.target.vocab_size
         assert card is not None  # sides without a draft are refused before
         self._size = card.vocab_size
-        self._where = f"{bundle.path.name}: draft"
+        self._path = bundle.path
         ids = np.arange(self._size) if bundle.d2t is None else np.arange(self._size) + bundle.d2t
         self.ids: Array = ids[ids < vocab]
         path, spec = bundle.model_path("draft"), draft_graph(card.cache)
@@ -130,17 +166,9 @@ class DraftGraph:
         """Append `tokens`, few of them; one token drawn behind the last by `uniform`, and q."""
         token, q = self._run(tokens, temperature, uniform)
         if not abs(q.sum() - 1) < SUM_SLACK:  # false for NaN, too
-            raise EngineError(
-                f"{self._where}: received a q that sums to {q.sum()} in row "
-                f"{self.graph.length - 1}. Expected 1; rebuild the bundle with "
-                "--draft-precision fp32, and if that does not help check the draft's weights."
-            )
+            received = f"a q that sums to {q.sum()}, not 1, in row {self.graph.length - 1}"
+            raise NonFinite(self._path, "draft", received, "--draft-precision")
         return DraftStep(token=token, q=q[: len(self.ids)])
-
-    def index(self, token: int) -> int | None:
-        """Where `ids` has this target id; None where it doesn't."""
-        place = int(np.searchsorted(self.ids, token))
-        return place if place < len(self.ids) and self.ids[place] == token else None
 
     def _run(self, tokens: Sequence[int], temperature: float, uniform: float) -> tuple[int, Array]:
         token = np.zeros((1, 1), np.int64)

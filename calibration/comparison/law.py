@@ -36,13 +36,10 @@ def overlap(p: Array, q: Array, ids: Array) -> float:
     return float(np.minimum(p[ids], q).sum())
 
 
-def kl(log_p: Array, log_q: Array) -> float:
-    """KL(p ‖ q) in nats."""
-    return float((np.exp(log_p) * (log_p - log_q)).sum())
-
-
-def total_variation(log_p: Array, log_q: Array) -> float:
-    return float(np.abs(np.exp(log_p) - np.exp(log_q)).sum()) / 2
+def apart(log_p: Array, log_q: Array) -> tuple[float, float]:
+    """KL(p ‖ q) in nats, and the total variation of p and q."""
+    p, q = np.exp(log_p), np.exp(log_q)
+    return float(p @ (log_p - log_q)), float(np.abs(p - q).sum()) / 2
 
 
 def top_margin(logits: Array) -> float:

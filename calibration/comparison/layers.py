@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 Array = NDArray[Any]
 WORST = 10
 OUTLIER = 20.0  # times the median layer: no longer rounding as usual
-LEAST_KL = 1e-6  # below, a layer does nothing worth naming
+LEAST_KL = 0.01  # nats a token: below, a layer does nothing worth naming
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +83,16 @@ def layer_drift(
     if not ours.weights:
         return Layers(tokens=0, layers=(), skipped="the target's graph has no linear layers")
     return Layers(tokens=len(tokens), layers=tuple(_measured(ours, theirs, tokens, options)))
+
+
+def broken_layers(bundle: Bundle) -> list[str]:
+    """Layers of the target whose weights hold NaN or infinity."""
+    try:
+        weights = OpenGraph(bundle).weights
+    except ModuleNotFoundError:
+        return []
+    names = [name for name, layer in weights.items() if not np.isfinite(layer.read()).all()]
+    return [short_name(name) for name in names]
 
 
 def _measured(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .cells import Cell
+from .resamples import Interval
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,8 +27,8 @@ class Limits:
         if limit is None or change is None or -change.value <= limit:
             return None
         return (
-            f"acceptance at {where(cell)} fell by {-change.value:.4f} (95 %: {-change.high:.4f} to "
-            f"{-change.low:.4f}). Expected at most {limit:g}."
+            f"acceptance at {where(cell)} changed by {change.value:+.4f}{_span(change)}. Expected "
+            f"a drop of at most {limit:g}."
         )
 
     def _kl(self, cell: Cell) -> str | None:
@@ -35,9 +36,14 @@ class Limits:
         if limit is None or found is None or found.value <= limit:
             return None
         return (
-            f"KL at {where(cell)} is {found.value:.4f} (95 %: {found.low:.4f} to {found.high:.4f})."
-            f" Expected at most {limit:g}."
+            f"KL at {where(cell)} is {found.value:.4f}{_span(found)}. Expected at most {limit:g}."
         )
+
+
+def _span(found: Interval) -> str:
+    if found.low is None or found.high is None:
+        return ""
+    return f" (95 %: {found.low:.4f} to {found.high:.4f})"
 
 
 def where(cell: Cell) -> str:

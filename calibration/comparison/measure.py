@@ -1,14 +1,15 @@
 """One prompt at one temperature through both bundles: the same tokens, the same uniforms.
 
-The text is the reference's own, written by its target and draft: exactly its target's law. Both
-bundles then read that text (teacher forcing), and rounds begin at the same places of it, so that
-every difference is paired.
+The text is the reference's own; the bundle's target drafts it, which is quick and leaves it exactly
+the reference target's law. Both bundles then read that text (teacher forcing), and rounds begin at
+the same places of it, so that every difference is paired.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,8 @@ from numpy.typing import NDArray
 from runtime.uniforms import ACCEPT, DRAFT, DRAW, uniform_table
 
 from ..prompts import TokenizedPrompt
-from .law import kl, law, log_law, overlap, top_margin, total_variation
+from .graphs import Drafter, TargetAsDraft
+from .law import apart, law, log_law, overlap, top_margin
 from .records import Drift, Flip, FreeText, Record, Rounds
 from .rounds import Drafted, Judged, judge, propose, verify
 from .settings import Settings
@@ -25,6 +27,7 @@ from .sides import BUNDLE, NAMES, PAIRS, REFERENCE, Pair, Side
 
 Array = NDArray[Any]
 Tokens = tuple[int, ...]
+WRITING_K = 6  # drafts a round of the reference's text
 
 
 class Measurement:
@@ -47,7 +50,7 @@ class Measurement:
         """`path` None lets the reference write the text."""
         place = _Place(prompt, temperature, self._settings)
         if path is None:
-            path, _ = self._write(place, PAIRS[0])
+            path = self._reference_text(place)
         overlaps, drift, flip = self._forced(place, path)
         pairs = PAIRS if writes_freely(prompt) else ()
         return Record(
@@ -59,32 +62,51 @@ class Measurement:
             drift=drift,
             first_flip=flip,
             rounds=self._rounds(place, path),
-            free={pair.key: self._write(place, pair)[1] for pair in pairs},
+            free={pair.key: self._free_text(place, pair) for pair in pairs},
         )
 
-    def _write(self, place: _Place, pair: Pair) -> tuple[Tokens, FreeText]:
-        """A text by rounds of one pair, up to its end; the round that ends it counts whole."""
-        target, draft = self._sides[pair.target], self._sides[pair.draft]
-        for side in {id(s): s for s in (target, draft)}.values():
-            side.begin(place.prompt.tokens)
-        uniforms, k = place.uniforms("text"), self._settings.k
+    def _reference_text(self, place: _Place) -> Tokens:
+        reference, bundle = self._sides[REFERENCE], self._sides[BUNDLE]
+        writing = _Writing(
+            verifier=reference,
+            drafting=bundle,
+            drafter=TargetAsDraft(bundle.target),
+            k=WRITING_K,
+        )
+        return self._cut(self._write(place, writing)[0])
+
+    def _free_text(self, place: _Place, pair: Pair) -> FreeText:
+        """The round that ends the text counts whole."""
+        drafting = self._sides[pair.draft]
+        writing = _Writing(
+            verifier=self._sides[pair.target],
+            drafting=drafting,
+            drafter=drafting.draft,
+            k=self._settings.k,
+        )
+        text, rounds = self._write(place, writing)
+        return FreeText(rounds=rounds, accepted=len(text) - rounds, tokens=len(text))
+
+    def _write(self, place: _Place, writing: _Writing) -> tuple[list[int], int]:
+        """A text by rounds, up to its end token, and how many rounds it took."""
+        prompt, uniforms, k = place.prompt.tokens, place.uniforms("text"), writing.k
+        for side in {id(s): s for s in (writing.verifier, writing.drafting)}.values():
+            side.begin(prompt)
         text: list[int] = []
-        rounds = accepted = unread = 0
+        rounds = unread = 0
         while len(text) < self._settings.path_tokens and not self._eos.intersection(text):
-            done = len(text)
-            last = text[-1] if text else place.prompt.tokens[-1]
-            behind = [*place.prompt.tokens[-1:], *text][done - unread : done]
-            draft.rewind(done - unread)
-            drafted = propose(
-                draft.draft, [*behind, last], k, place.temperature, uniforms[DRAFT, done:]
-            )
-            target.rewind(done)
-            p = verify(target.target, last, drafted.tokens, place.temperature)
+            done, known = len(text), [prompt[-1], *text]
+            writing.drafting.rewind(done - unread)
+            behind = known[done - unread :]
+            drawing = uniforms[DRAFT, done:]
+            drafted = propose(writing.drafter, behind, k, place.temperature, drawing)
+            writing.verifier.rewind(done)
+            p = verify(writing.verifier.target, known[-1], drafted.tokens, place.temperature)
             judged = judge(p, drafted, *_deciding(uniforms, done, k))
             text += [*drafted.tokens[: judged.num_accepted], judged.next_token]
-            unread = int(judged.num_accepted == k)  # the last draft was not read by the draft
-            rounds, accepted = rounds + 1, accepted + judged.num_accepted
-        return self._cut(text), FreeText(rounds=rounds, accepted=accepted, tokens=rounds + accepted)
+            unread = int(judged.num_accepted == k)  # the last draft was not read by the drafter
+            rounds += 1
+        return text, rounds
 
     def _cut(self, text: Sequence[int]) -> Tokens:
         """Up to the end token, itself included, or the length asked for."""
@@ -146,6 +168,16 @@ class Measurement:
         return propose(side.draft, [last], self._settings.k, place.temperature, drawing)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Writing:
+    """Who writes a text: `drafting` is the side whose graph drafts, `drafter` that graph."""
+
+    verifier: Side
+    drafting: Side
+    drafter: Drafter
+    k: int
+
+
 class _Place:
     """A prompt and a temperature, and the uniforms that belong to them and to nothing else."""
 
@@ -158,7 +190,9 @@ class _Place:
         """[purpose, position] f32, position 0 the first token behind the prompt."""
         key = f"{self._settings.seed}/{purpose}/{self.prompt.id}/{self.temperature!r}"
         seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big")
-        return uniform_table(seed, self._settings.path_tokens + self._settings.k + 1)
+        return uniform_table(
+            seed, self._settings.path_tokens + max(self._settings.k, WRITING_K) + 1
+        )
 
 
 class _Tally:
@@ -202,20 +236,19 @@ def _starts(length: int, rounds: int) -> set[int]:
 
 def _drift(reference: Array, bundle: Array, path: Tokens) -> tuple[Drift, Flip | None]:
     """reference, bundle: logits [len(path), vocab], the row that each token was drawn from."""
-    kls, tvs, nlls = [], [], {"reference": 0.0, "bundle": 0.0}
+    apart_by, nlls = [], {REFERENCE: 0.0, BUNDLE: 0.0}
     for ours, theirs, token in zip(reference, bundle, path, strict=True):
         log_p, log_q = log_law(ours), log_law(theirs)
-        kls.append(kl(log_p, log_q))
-        tvs.append(total_variation(log_p, log_q))
-        nlls["reference"] -= float(log_p[token])
-        nlls["bundle"] -= float(log_q[token])
+        apart_by.append(apart(log_p, log_q))
+        nlls[REFERENCE] -= float(log_p[token])
+        nlls[BUNDLE] -= float(log_q[token])
     flips = np.flatnonzero(reference.argmax(-1) != bundle.argmax(-1)).tolist()
     margins = tuple(top_margin(reference[i]) for i in flips)
     drift = Drift(
-        kl=sum(kls),
-        tv=sum(tvs),
-        nll_reference=nlls["reference"],
-        nll_bundle=nlls["bundle"],
+        kl=sum(kl for kl, _ in apart_by),
+        tv=sum(tv for _, tv in apart_by),
+        nll_reference=nlls[REFERENCE],
+        nll_bundle=nlls[BUNDLE],
         flips=tuple(flips),
         flip_margins=margins,
     )

@@ -18,23 +18,30 @@ Array = NDArray[Any]
 
 RESAMPLES = 2000
 LEVEL = 0.95
+LEAST_PROMPTS = 4  # drawing again from fewer says too little about the next draw
 
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """An estimate and its 95 % bootstrap interval."""
+    """An estimate and its 95 % bootstrap interval, None where too few prompts tell one."""
 
     value: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
+
+    @property
+    def is_chance(self) -> bool:
+        """Whether 0 lies within, or nothing is known."""
+        return self.low is None or self.high is None or self.low <= 0 <= self.high
 
 
 class Resamples:
-    """Weights of `count` prompts: row 0 takes each once, the others are drawn with replacement."""
+    """Weights of `count` prompts: row 0 takes each once, the others draw with replacement."""
 
     def __init__(self, count: int, seed: int) -> None:
         rng = np.random.default_rng(seed)
-        drawn = rng.multinomial(count, np.full(count, 1 / count), size=RESAMPLES)
+        size = RESAMPLES if count >= LEAST_PROMPTS else 0
+        drawn = rng.multinomial(count, np.full(count, 1 / count), size=size)
         self._weights = np.concatenate([np.ones((1, count)), drawn])
 
     def ratio(self, parts: Sequence[float], wholes: Sequence[float]) -> Array:
@@ -51,7 +58,7 @@ def interval(values: Array) -> Interval | None:
         return None
     drawn = np.sort(values[1:][~np.isnan(values[1:])])
     if not len(drawn):
-        return None
+        return Interval(value=float(values[0]), low=None, high=None)
     cut = round(len(drawn) * (1 - LEVEL) / 2)
     low, high = drawn[cut], drawn[len(drawn) - 1 - cut]
     return Interval(value=float(values[0]), low=float(low), high=float(high))

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from runtime.reference import draw, recovered
 
-from .graphs import DraftGraph, TargetGraph
+from .graphs import Drafter, TargetGraph
 from .law import law, overlap
 
 Array = NDArray[Any]
@@ -43,19 +43,24 @@ class Judged:
 
 
 def propose(
-    draft: DraftGraph, unread: Sequence[int], k: int, temperature: float, uniforms: Array
+    draft: Drafter, unread: Sequence[int], k: int, temperature: float, uniforms: Array
 ) -> Drafted:
     """k tokens behind the `unread` ones; uniforms: [k]. Leaves the draft k - 1 rows further."""
     draft.read(unread[:-1])
     last, tokens, laws, own = [unread[-1]], [], [], []
     for i in range(k):
         step = draft.step(last, temperature, float(uniforms[i]))
-        place = draft.index(step.token)
         tokens.append(step.token)
         laws.append(step.q)
-        own.append(0.0 if place is None else float(step.q[place]))
+        own.append(_q_of(step.token, step.q, draft.ids))
         last = [step.token]
     return Drafted(tokens=tuple(tokens), q=tuple(laws), ids=draft.ids, q_of_token=tuple(own))
+
+
+def _q_of(token: int, q: Array, ids: Array) -> float:
+    """0 for a token that `ids` doesn't hold."""
+    place = int(np.searchsorted(ids, token))
+    return float(q[place]) if place < len(ids) and ids[place] == token else 0.0
 
 
 def verify(

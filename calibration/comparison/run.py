@@ -11,15 +11,16 @@ from typing import Any
 
 from runtime.bench.machine import describe_machine
 from runtime.bundle import Bundle
-from runtime.errors import InvalidRequest
+from runtime.errors import EngineError, InvalidRequest
 from runtime.executor import EngineOptions
 from runtime.latency import LatencyProfile
 
 from ..prompts import PromptSet, TokenizedPrompt, read_prompts, text_of
 from .cells import Cell, cells
-from .layers import Layers, layer_drift
+from .graphs import NonFinite
+from .layers import Layers, broken_layers, layer_drift
 from .limits import Limits
-from .measure import Measurement
+from .measure import WRITING_K, Measurement
 from .paths import Paths, check_lengths
 from .positions import Length, Position, lengths, positions
 from .records import Record
@@ -81,7 +82,10 @@ def compare(
     check_lengths(request.paths, request.settings.path_tokens)
     prompts = read_prompts(request.prompt_files, request.limit, request.reference, _room(request))
     tell("measuring acceptance and drift, prompt by prompt")
-    records = _records(request, prompts, on_plan, on_record)
+    try:
+        records = _records(request, prompts, on_plan, on_record)
+    except NonFinite as error:
+        raise _located(error) from error
     tell("measuring what each layer's rounding does alone")
     layers = layer_drift(
         request.reference, request.bundle, _layer_tokens(request, prompts), request.options
@@ -89,9 +93,15 @@ def compare(
     return _result(request, prompts, records, layers)
 
 
+def _located(error: NonFinite) -> EngineError:
+    """The same, with the layers whose weights are to blame, where they are."""
+    layers = broken_layers(Bundle.load(error.path))
+    return EngineError(f"{error} Weights that are not finite: {', '.join(layers) or 'none'}.")
+
+
 def _room(request: Request) -> int:
     """The longest prompt: behind it come a text and one round."""
-    behind = request.settings.path_tokens + request.settings.k
+    behind = _rows_behind(request.settings)
     sides = (request.reference, request.bundle)
     if _window(request) < 1:
         raise InvalidRequest(
@@ -112,7 +122,12 @@ def _window(request: Request) -> int:
     """Tokens of a prompt that both drafts have room for."""
     cards = [side.manifest.draft for side in (request.reference, request.bundle)]
     rows = min(card.cache.max_context for card in cards if card is not None)
-    return rows - request.settings.path_tokens - request.settings.k
+    return rows - _rows_behind(request.settings)
+
+
+def _rows_behind(settings: Settings) -> int:
+    """Rows of a cache behind a prompt: a text, and the longest round that begins at its end."""
+    return settings.path_tokens + max(settings.k, WRITING_K)
 
 
 def _records(
@@ -138,18 +153,20 @@ def _records(
 def _measurement(request: Request) -> Measurement:
     bundles = {REFERENCE: request.reference, BUNDLE: request.bundle}
     window = _window(request)
-    sides = {name: Side(name, b, request.options, window) for name, b in bundles.items()}
+    sides = {name: Side(b, request.options, window) for name, b in bundles.items()}
     return Measurement(sides, request.settings, request.reference.manifest.eos_token_ids)
 
 
 def _free_writers(request: Request, prompts: PromptSet) -> Callable[[TokenizedPrompt], bool]:
-    """The first prompts of each category."""
-    chosen: dict[str, list[str]] = {}
+    """The first prompt of each category, then the second ones, and so on."""
+    ranks: dict[str, int] = {}
+    ranked = []
     for prompt in prompts.prompts:
-        ids = chosen.setdefault(prompt.category, [])
-        if len(ids) < request.settings.free_prompts:
-            ids.append(prompt.id)
-    return lambda prompt: prompt.id in chosen[prompt.category]
+        ranks[prompt.category] = ranks.get(prompt.category, 0) + 1
+        ranked.append((ranks[prompt.category], prompt.id))
+    ordered = sorted(ranked, key=lambda item: item[0])  # stable: categories in their order
+    chosen = {id_ for _, id_ in ordered[: request.settings.free_prompts]}
+    return lambda prompt: prompt.id in chosen
 
 
 def _belongs_to(request: Request) -> dict[str, Any]:

@@ -10,16 +10,16 @@ from runtime.errors import InvalidRequest
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """tokens: of each prompt's text, shared evenly by the temperatures; rounds: for each prompt and
-    temperature; free_prompts: of each category, whose texts all four pairs also write themselves;
+    """tokens: of each prompt's text, shared evenly by the temperatures; k: drafts a round; rounds:
+    for each prompt and temperature; free_prompts: of all, whose texts all four pairs write, too;
     layer_tokens: that each layer's rounding is measured on, 0 leaves layers out."""
 
     tokens: int = 128
     temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
     k: int = 4
     rounds: int = 2
-    free_prompts: int = 1
-    layer_tokens: int = 64
+    free_prompts: int = 4
+    layer_tokens: int = 48
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -73,8 +73,7 @@ class Side:
     The draft of a long prompt reads the last of its tokens alone: `window` of them at most.
     """
 
-    def __init__(self, name: str, bundle: Bundle, options: EngineOptions, window: int) -> None:
-        self.name = name
+    def __init__(self, bundle: Bundle, options: EngineOptions, window: int) -> None:
         self.target = TargetGraph(bundle, options)
         self.draft = DraftGraph(bundle, options)
         self._window = window

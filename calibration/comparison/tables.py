@@ -10,7 +10,7 @@ from rich.table import Table
 from .cells import ALL, Cell
 from .resamples import Interval
 from .run import Result
-from .sides import DIFFERENCES, PAIRS
+from .sides import DIFFERENCES, PAIRS, Pair
 from .speed import Speed
 
 MISSING = "–"
@@ -36,11 +36,11 @@ def print_result(console: Console, result: Result) -> None:
 
 def _acceptance(result: Result) -> Table:
     table = _table(
-        "Acceptance, Σ min(p, q) on the reference's text: target × draft",
+        "Acceptance, Σ min(p, q) on the reference's text: target × draft of (ref)erence, (bun)dle",
         ("temperature", "category", "prompts", "tokens"),
-        [*(f"{p.target} × {p.draft}" for p in PAIRS), "change, both (95 % by prompts)"],
+        [*map(_short, PAIRS), "change, both (95 % by prompts)"],
     )
-    for cell in result.cells:
+    for cell in _shown(result.cells):
         values = [_number(cell.acceptance[pair.key], ".3f") for pair in PAIRS]
         table.add_row(*_labels(cell), *values, _span(cell.differences["both"]))
     return table
@@ -51,19 +51,17 @@ def _differences(result: Result) -> Table:
     table = _table(
         "Change of acceptance, bundle − reference",
         ("temperature", "what changes"),
-        ("change", "95 % by prompts"),
+        ("change (95 % by prompts)",),
     )
     for cell in (cell for cell in result.cells if cell.category == ALL):
         for difference in DIFFERENCES:
             found = cell.differences[difference.name]
-            span = MISSING if found is None else f"{found.low:+.4f} … {found.high:+.4f}"
-            change = _number(found, "+.4f")
-            table.add_row(str(cell.temperature), difference.name, change, span)
+            table.add_row(str(cell.temperature), difference.name, _span(found))
     return table
 
 
 def _positions(result: Result) -> Table:
-    columns = [f"{p.target} × {p.draft}" for p in PAIRS]
+    columns = [_short(pair) for pair in PAIRS]
     table = _table(
         "Acceptance by position in a round: expected (realised)",
         ("temperature", "position"),
@@ -115,7 +113,7 @@ def _drift(cells: Sequence[Cell]) -> Table:
         ("temperature", "category", "prompts", "tokens"),
         ("KL", "TV", "top-1 flips", "median margin", "perplexity", "reference's"),
     )
-    for cell in cells:
+    for cell in _shown(cells):
         drift = cell.drift
         margin = drift.median_flip_margin
         table.add_row(
@@ -143,6 +141,15 @@ def _layers(result: Result) -> Table | str:
     return table
 
 
+def _shown(cells: Sequence[Cell]) -> list[Cell]:
+    """Each temperature, and each category at all of them; the page and the JSON have every cell."""
+    return [cell for cell in cells if ALL in (cell.category, cell.temperature)]
+
+
+def _short(pair: Pair) -> str:
+    return f"{pair.target[:3]} × {pair.draft[:3]}"
+
+
 def _labels(cell: Cell) -> tuple[str, str, str, str]:
     return str(cell.temperature), cell.category, str(cell.prompts), str(cell.tokens)
 
@@ -154,6 +161,8 @@ def _number(found: Interval | None, form: str) -> str:
 def _span(found: Interval | None) -> str:
     if found is None:
         return MISSING
+    if found.low is None:
+        return f"{found.value:+.4f}"
     return f"{found.value:+.4f} ({found.low:+.4f} … {found.high:+.4f})"
 
 

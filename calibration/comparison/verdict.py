@@ -64,7 +64,7 @@ def _unknown(records: Sequence[Record]) -> list[str]:
 def _source(cell: Cell) -> list[str]:
     """Target's and draft's share of a change that is more than chance."""
     both = cell.differences["both"]
-    if both is None or both.low <= 0 <= both.high:
+    if both is None or both.is_chance:
         return []
     parts = {
         part: _mean([cell.differences[f"{part} with the {n}'s {other}"] for n in NAMES])
@@ -72,7 +72,8 @@ def _source(cell: Cell) -> list[str]:
     }
     larger = max(parts, key=lambda part: abs(parts[part]))
     return [
-        f"acceptance changes by {both.value:+.4f} (95 %: {both.low:+.4f} to {both.high:+.4f}): "
+        f"acceptance changes by {both.value:+.4f}, more than chance (95 %: {both.low:+.4f} to "
+        f"{both.high:+.4f}): "
         f"{parts['target']:+.4f} by the target, {parts['draft']:+.4f} by the draft; most of it "
         f"comes from the {larger}."
     ]
@@ -98,8 +99,8 @@ def recommendation(
     best = _best(allowed, cell, speeds)
     base = Pair(target=REFERENCE, draft=REFERENCE)
     parts = [
-        f"Run the {precisions[best.target][0]} target ({best.target}) with the "
-        f"{precisions[best.draft][1]} draft ({best.draft})",
+        f"Run the {precisions[best.target][0]} target ({best.target}) "
+        f"{_drafting(best, precisions, speeds)}",
         _speed_clause(best, base, speeds),
         f"mean acceptance {_value(cell, best)} against {_value(cell, base)} of the reference pair, "
         f"mean acceptance length {_length(lengths, best)} against {_length(lengths, base)}",
@@ -116,6 +117,14 @@ def _best(allowed: Sequence[Pair], cell: Cell, speeds: Sequence[Speed]) -> Pair:
     if any(pair.target == BUNDLE for pair in allowed):  # the smaller one, where it is near enough
         allowed = [pair for pair in allowed if pair.target == BUNDLE]
     return max(allowed, key=lambda pair: getattr(cell.acceptance[pair.key], "value", 0.0))
+
+
+def _drafting(
+    best: Pair, precisions: Mapping[str, tuple[str, str]], speeds: Sequence[Speed]
+) -> str:
+    if speeds and speeds[-1].measured[best.key].k == 0:
+        return "without speculation"
+    return f"with the {precisions[best.draft][1]} draft ({best.draft})"
 
 
 def _speed_clause(best: Pair, base: Pair, speeds: Sequence[Speed]) -> str:
