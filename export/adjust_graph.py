@@ -53,7 +53,7 @@ class Adjustments:
     def for_draft(self, op: Op, vocabulary: DraftVocabulary) -> Adjustments:
         """The same over the draft's ids; one that only a padded draft has takes the last token's.
 
-        No token that the target lacks is ever accepted, whatever its q.
+        Its logit is −inf already.
         """
         ids = np.minimum(vocabulary.target_ids(), vocabulary.target_size - 1)
         if vocabulary.size == vocabulary.target_size and (ids == np.arange(len(ids))).all():

@@ -2,7 +2,8 @@
 
 q is returned as it was sampled from, after every transform: q taken earlier inflates acceptance and
 bends the output's law (bugs 1). Invariant: `draft_token` is drawn from `draft_step_probs` and from
-nothing else; a greedy row's q is one-hot.
+nothing else; a greedy row's q is one-hot. Ids that only a padded draft has are never drawn: the
+target can't read them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from onnxscript import GraphBuilder
 from runtime.contract import DRAFT_SAMPLING, DRAFT_STEP_PROBS, DRAFT_TOKEN, LOGITS
 from runtime.errors import BuildError
 
-from .adjust_graph import Adjustments, adjusted, all_drafts
+from .adjust_graph import BANNED, Adjustments, adjusted, all_drafts
 from .control_flow import Op, Values, f32, i64, when
 from .draft_vocabulary import DraftVocabulary, check_length
 from .draw_graph import draw
@@ -44,7 +45,8 @@ def append_draft_sampling(
     sizes = {"vocab": vocabulary.target_size, "draft_vocab": size}
     inputs = {s.name: builder.input(s.name, *typed(s, sizes)) for s in DRAFT_SAMPLING}
     step = _Step.of(inputs, vocabulary)
-    token, probs = _sample(builder.op, step.adjusted(builder.op, logits), step)
+    known = _known(builder.op, logits, vocabulary)
+    token, probs = _sample(builder.op, step.adjusted(builder.op, known), step)
     outputs = [_target_ids(builder.op, token, d2t), builder.op.Identity(probs)]
     name_outputs(outputs, (DRAFT_TOKEN, DRAFT_STEP_PROBS), sizes)
     model.graph.outputs[position : position + 1] = outputs
@@ -83,6 +85,15 @@ class _Step:
         return Sampling.of(
             op, self.temperature, self.top_k, self.top_p, self.min_p, vocab=self.vocabulary.size
         )
+
+
+def _known(op: Op, logits: ir.Value, vocabulary: DraftVocabulary) -> ir.Value:
+    """The logits with −inf at ids that only a padded draft has."""
+    padding = vocabulary.size - vocabulary.target_size
+    if padding <= 0:
+        return logits
+    known = op.Slice(logits, [0], [vocabulary.target_size], [2])
+    return op.Pad(known, [0, 0, 0, 0, 0, padding], BANNED)
 
 
 def _sample(

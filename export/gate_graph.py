@@ -68,7 +68,10 @@ class DraftGateGraph:
         self._cache, self._vocab = cache, vocab_size
 
     def probs(self, tokens: Sequence[int]) -> Array:
-        """q behind each prefix of `tokens`, read one token at a time: [len(tokens), D] f32."""
+        """q behind each prefix of `tokens`, read one token at a time: [len(tokens), D] f32.
+
+        Of a draft padded beyond its target only the target's ids, which alone are drawn.
+        """
         past = cache_buffers(self._cache.past(), self._cache.shape(1))
         pairs = zip(self._cache.past(), self._cache.present(), strict=True)
         present = {p.name: past[q.name] for q, p in pairs}
@@ -93,4 +96,4 @@ class DraftGateGraph:
             **present,
         }
         self._executor.bind(inputs, outputs).run()
-        return q[0, 0]
+        return q[0, 0, : self._executor.axes["vocab"]]

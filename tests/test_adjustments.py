@@ -215,10 +215,10 @@ def known_to(ids: np.ndarray, logits: np.ndarray) -> np.ndarray:
 def draft_law(
     drafter: str, logits: np.ndarray, params: SamplingParams, drafts: tuple[int, ...]
 ) -> np.ndarray:
-    """q [draft_vocab] of one step behind OUTPUT and the drafts; padding's own logit is −10⁴."""
+    """q [draft_vocab] behind OUTPUT and the drafts; a padded draft would draw its padding."""
     size, mapped = DRAFTERS[drafter]
     ids = draft_ids(drafter)
-    body = np.append(logits, np.full(max(0, size - VOCAB), -1e4, np.float32))[ids]
+    body = np.append(logits, np.full(max(0, size - VOCAB), 9, np.float32))[ids]
     asked = behind(params, drafts)
     asked["allowed_tokens"] = asked["allowed_tokens"][:, -1:]
     feed = {

@@ -95,6 +95,7 @@ class Steps:
             now = replace(before, output=output, allowed=allowed)
             known = np.minimum(ids, self.vocabulary[1] - 1)
             logits = reference.adjusted(logits, self.rows[row], now, known)
+        logits = np.where(ids < self.vocabulary[1], logits, np.float32(-np.inf))  # padding
         return reference.draft_sample(logits, self.uniforms[row], self.rows[row], ids)
 
 
