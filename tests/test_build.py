@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from helpers_build import DRAFT_POSITIONS, KEPT, POSITIONS, TEMPLATE, K, places
+from helpers_build import (
+    DRAFT_POSITIONS,
+    KEPT,
+    POSITIONS,
+    TEMPLATE,
+    K,
+    build_bundle,
+    places,
+    target_model,
+)
 from tiny_checkpoints import VOCAB
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
@@ -184,6 +195,26 @@ def test_a_draft_with_fewer_positions_drafts_past_them(fp32: Decoder, fp32_bundl
 
 
 # Requests at the door
+
+
+@pytest.mark.slow  # a trace of its own
+def test_a_draft_padded_beyond_its_target_never_drafts_padding(
+    kept_traces: None, build_root: Path, tiny_target: Path
+) -> None:
+    """Its padding's rows are large, so it is likely at random; the target couldn't read it."""
+    padded = shutil.copytree(tiny_target, build_root / "padded")
+    model = target_model()
+    model.resize_token_embeddings(VOCAB + 13, mean_resizing=False)
+    weight = model.get_input_embeddings().weight
+    weight.data[VOCAB:] = 3 * weight.data[:13].flip(0)
+    model.save_pretrained(padded)
+    path = build_bundle(build_root / "padded-draft", tiny_target, padded, "fp32")
+    gate = next(g for g in Bundle.load(path).manifest.gates if g.name == "draft parity")
+    assert gate.status == "passed"
+    with Decoder.load(path, spin=False) as decoder:
+        for params in (GREEDY, SAMPLED, replace(SAMPLED, banned_tokens=(3,), temperature=2.0)):
+            stats = decoder.generate(PROMPTS[0], params, num_draft_tokens=K).stats
+            assert stats.acceptance_rate == 1.0  # what is left of its q is the target's p
 
 
 def test_limits_name_what_to_rebuild_with(int4: Decoder) -> None:
