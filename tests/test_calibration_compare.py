@@ -269,6 +269,12 @@ def test_other_settings_do_not_take_the_records_of_these(
     texts = [run_compare(*arguments, "--seed", seed)["prompts"] for seed in (1, 2, 1)]
     assert texts[0] != texts[1]
     assert texts[0] == texts[2]
+    asked = prompts.read_text()
+    changed = folder / "changed.jsonl"
+    changed.write_text(asked.replace("text", "word"))
+    again = (bundles["bundle"], "--reference", bundles["reference"], "--prompts", changed)
+    other = run_compare(*again, *first[2:], "--out", out, "--seed", 1)["prompts"]
+    assert [p["paths"] for p in other] != [p["paths"] for p in texts[2]]
 
 
 def test_another_tokenizer_is_refused(

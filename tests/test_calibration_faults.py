@@ -145,3 +145,30 @@ def test_the_opened_graph_computes_what_the_bundle_s_does(
     expected = TargetGraph(bundle, EngineOptions(threads=1)).rows(tokens)
     error = np.linalg.norm(found - expected) / np.linalg.norm(expected - expected.mean())
     assert error < {"fp32": 1e-5, "int4": 0.1}[precision]
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_built_to_a_reference_once(
+    folder: Path, fp32_bundle: Path, tiny_target: Path, tiny_draft: Path, prompts: Path
+) -> None:
+    arguments = (
+        fp32_bundle, "--reference", tiny_target, "--reference-draft", tiny_draft,
+        "--prompts", prompts, *QUICK, "--cache", folder / "cache", "--out", folder / "built",
+    )  # fmt: skip
+    results = [run_compare(*arguments) for _ in range(2)]
+    (built,) = (folder / "cache").iterdir()
+    assert results[0]["sides"]["reference"]["name"] == built.name
+    assert {cell["drift"]["kl"]["value"] for cell in results[0]["cells"]} == {0.0}
+    assert results[0]["cells"] == results[1]["cells"]
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_does_not_build_says_why(
+    folder: Path, fp32_bundle: Path, tiny_draft: Path, prompts: Path
+) -> None:
+    error = failed_compare(
+        fp32_bundle, "--reference", folder / "nowhere", "--reference-draft", tiny_draft,
+        "--prompts", prompts, *QUICK, "--cache", folder / "cache", "--out", folder / "built",
+    )  # fmt: skip
+    (line,) = [line for line in error.splitlines() if line.startswith("error:")]
+    assert "its build failed: error:" in line

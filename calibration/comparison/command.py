@@ -20,7 +20,9 @@ from .page import write_page
 from .paths import Paths
 from .records import Record
 from .reference import Checkpoints, load_reference
-from .run import Request, Result, compare
+from .request import Request
+from .result import Result
+from .run import compare
 from .settings import Settings, parse_temperatures
 from .tables import print_result
 

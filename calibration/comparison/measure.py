@@ -7,27 +7,25 @@ the same places of it, so that every difference is paired.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.uniforms import ACCEPT, DRAFT, DRAW, uniform_table
+from runtime.uniforms import DRAFT
 
 from ..prompts import TokenizedPrompt
-from .graphs import Drafter, TargetAsDraft
+from .graphs import TargetAsDraft
 from .law import apart, law, log_law, overlap, top_margin
 from .records import Drift, Flip, FreeText, Record, Rounds
 from .rounds import Drafted, Judged, judge, propose, verify
 from .settings import Settings
 from .sides import BUNDLE, NAMES, PAIRS, REFERENCE, Pair, Side
+from .writing import WRITING_K, Place, Writing, deciding, write
 
 Array = NDArray[Any]
 Tokens = tuple[int, ...]
-WRITING_K = 6  # drafts a round of the reference's text
 
 
 class Measurement:
@@ -48,7 +46,7 @@ class Measurement:
         writes_freely: Callable[[TokenizedPrompt], bool],
     ) -> Record:
         """`path` None lets the reference write the text."""
-        place = _Place(prompt, temperature, self._settings)
+        place = Place(prompt, temperature, self._settings)
         if path is None:
             path = self._reference_text(place)
         overlaps, drift, flip = self._forced(place, path)
@@ -65,48 +63,27 @@ class Measurement:
             free={pair.key: self._free_text(place, pair) for pair in pairs},
         )
 
-    def _reference_text(self, place: _Place) -> Tokens:
+    def _reference_text(self, place: Place) -> Tokens:
         reference, bundle = self._sides[REFERENCE], self._sides[BUNDLE]
-        writing = _Writing(
+        writing = Writing(
             verifier=reference,
             drafting=bundle,
             drafter=TargetAsDraft(bundle.target),
-            k=WRITING_K,
+            k=lambda missing: min(WRITING_K, missing),
         )
-        return self._cut(self._write(place, writing)[0])
+        return self._cut(write(place, writing, self._eos)[0])
 
-    def _free_text(self, place: _Place, pair: Pair) -> FreeText:
+    def _free_text(self, place: Place, pair: Pair) -> FreeText:
         """The round that ends the text counts whole."""
         drafting = self._sides[pair.draft]
-        writing = _Writing(
+        writing = Writing(
             verifier=self._sides[pair.target],
             drafting=drafting,
             drafter=drafting.draft,
-            k=self._settings.k,
+            k=lambda _missing: self._settings.k,
         )
-        text, rounds = self._write(place, writing)
+        text, rounds = write(place, writing, self._eos)
         return FreeText(rounds=rounds, accepted=len(text) - rounds, tokens=len(text))
-
-    def _write(self, place: _Place, writing: _Writing) -> tuple[list[int], int]:
-        """A text by rounds, up to its end token, and how many rounds it took."""
-        prompt, uniforms, k = place.prompt.tokens, place.uniforms("text"), writing.k
-        for side in {id(s): s for s in (writing.verifier, writing.drafting)}.values():
-            side.begin(prompt)
-        text: list[int] = []
-        rounds = unread = 0
-        while len(text) < self._settings.path_tokens and not self._eos.intersection(text):
-            done, known = len(text), [prompt[-1], *text]
-            writing.drafting.rewind(done - unread)
-            behind = known[done - unread :]
-            drawing = uniforms[DRAFT, done:]
-            drafted = propose(writing.drafter, behind, k, place.temperature, drawing)
-            writing.verifier.rewind(done)
-            p = verify(writing.verifier.target, known[-1], drafted.tokens, place.temperature)
-            judged = judge(p, drafted, *_deciding(uniforms, done, k))
-            text += [*drafted.tokens[: judged.num_accepted], judged.next_token]
-            unread = int(judged.num_accepted == k)  # the last draft was not read by the drafter
-            rounds += 1
-        return text, rounds
 
     def _cut(self, text: Sequence[int]) -> Tokens:
         """Up to the end token, itself included, or the length asked for."""
@@ -114,7 +91,7 @@ class Measurement:
         ends = [i for i, token in enumerate(text) if token in self._eos]
         return tuple(text[: ends[0] + 1] if ends else text)
 
-    def _forced(self, place: _Place, path: Tokens) -> tuple[dict[str, float], Drift, Flip | None]:
+    def _forced(self, place: Place, path: Tokens) -> tuple[dict[str, float], Drift, Flip | None]:
         """Both bundles on the same text, row by row."""
         queries = [place.prompt.tokens[-1], *path[:-1]]
         logits = {}
@@ -130,7 +107,7 @@ class Measurement:
                 overlaps[pair.key] += overlap(p[pair.target], q[pair.draft], ids)
         return overlaps, *_drift(logits[REFERENCE], logits[BUNDLE], path)
 
-    def _rounds(self, place: _Place, path: Tokens) -> dict[str, Rounds]:
+    def _rounds(self, place: Place, path: Tokens) -> dict[str, Rounds]:
         """From the last place to the first: what a round writes lies behind the places to come."""
         tallies = {pair.key: _Tally(self._settings.k) for pair in PAIRS}
         uniforms = place.uniforms("rounds")
@@ -140,14 +117,14 @@ class Measurement:
         return {key: tally.result() for key, tally in tallies.items()}
 
     def _round(
-        self, place: _Place, path: Tokens, start: int, uniforms: Array
+        self, place: Place, path: Tokens, start: int, uniforms: Array
     ) -> list[tuple[Pair, Judged, Drafted]]:
         """The two drafts' proposals before either target, each judged by both."""
         last = [place.prompt.tokens[-1], *path][start]
         drafted = {
             n: self._propose(side, place, last, start, uniforms) for n, side in self._sides.items()
         }
-        deciding = _deciding(uniforms, start, self._settings.k)
+        decided_by = deciding(uniforms, start, self._settings.k)
         laws: dict[tuple[str, Tokens], Array] = {}  # both drafts often propose the same tokens
         result = []
         for pair in PAIRS:
@@ -157,42 +134,13 @@ class Measurement:
                 side = self._sides[pair.target]
                 side.rewind(start)
                 laws[key] = verify(side.target, last, drafts.tokens, place.temperature)
-            result.append((pair, judge(laws[key], drafts, *deciding), drafts))
+            result.append((pair, judge(laws[key], drafts, *decided_by), drafts))
         return result
 
-    def _propose(
-        self, side: Side, place: _Place, last: int, start: int, uniforms: Array
-    ) -> Drafted:
+    def _propose(self, side: Side, place: Place, last: int, start: int, uniforms: Array) -> Drafted:
         side.rewind(start)
         drawing = uniforms[DRAFT, start:]
         return propose(side.draft, [last], self._settings.k, place.temperature, drawing)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Writing:
-    """Who writes a text: `drafting` is the side whose graph drafts, `drafter` that graph."""
-
-    verifier: Side
-    drafting: Side
-    drafter: Drafter
-    k: int
-
-
-class _Place:
-    """A prompt and a temperature, and the uniforms that belong to them and to nothing else."""
-
-    def __init__(self, prompt: TokenizedPrompt, temperature: float, settings: Settings) -> None:
-        self.prompt = prompt
-        self.temperature = temperature
-        self._settings = settings
-
-    def uniforms(self, purpose: str) -> Array:
-        """[purpose, position] f32, position 0 the first token behind the prompt."""
-        key = f"{self._settings.seed}/{purpose}/{self.prompt.id}/{self.temperature!r}"
-        seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big")
-        return uniform_table(
-            seed, self._settings.path_tokens + max(self._settings.k, WRITING_K) + 1
-        )
 
 
 class _Tally:
@@ -222,11 +170,6 @@ class _Tally:
             accepted=tuple(self._accepted.tolist()),
             unknown=self._unknown,
         )
-
-
-def _deciding(uniforms: Array, start: int, k: int) -> tuple[Array, Array]:
-    """What decides a round's accept tests [k] and its draw [k + 1]."""
-    return uniforms[ACCEPT, start : start + k], uniforms[DRAW, start : start + k + 1]
 
 
 def _starts(length: int, rounds: int) -> set[int]:

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from .cells import ALL, Cell
 from .resamples import Interval
-from .run import Result
+from .result import Result
 from .sides import DIFFERENCES, PAIRS, Pair
 from .speed import Speed
 
