@@ -81,6 +81,29 @@ def build(
     typer.echo(json.dumps(described(Bundle.load(path))) if as_json else str(path))
 
 
+@app.command(epilog="Example: python -m export check build/demo")
+def check(
+    bundle: Annotated[Path, typer.Argument(help="The bundle's directory.")],
+    prompts: Annotated[int, typer.Option(help="Texts decoded greedily both ways.")] = 200,
+    samples: Annotated[int, typer.Option(help="Answers drawn for each sampling.")] = 500,
+    as_json: Annotated[bool, typer.Option("--json", help="The same as one JSON line.")] = False,
+) -> None:
+    """Run a bundle's certificates again; the exit status is 1 if one fails."""
+    from .certificates.check import Effort
+    from .certificates.check import check as run
+    from .certificates.table import as_table
+
+    console = Console(stderr=True)
+    with console.status("") as status:
+        found = run(bundle, Effort(prompts=prompts, samples=samples), status.update)
+    if as_json:
+        typer.echo(json.dumps([one.as_dict() for one in found]))
+    else:
+        Console().print(as_table(found))
+    if any(one.failed for one in found):
+        raise typer.Exit(1)
+
+
 @app.command(epilog="Example: python -m export inspect build/demo")
 def inspect(
     bundle: Annotated[Path, typer.Argument(help="The bundle's directory.")],

@@ -8,15 +8,71 @@ tokens that a round and, where it ends early, the target itself commit. It must 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from .round_graphs import STEPS, RoundGraphs
-from .world import Array, LawCase, Laws, Tokens, World, completed, target_law, total_variation
+from runtime.bundle import Bundle
 
+from .report import Certificate, Figures, judged
+from .round_graphs import STEPS, Places, RoundGraphs
+from .world import (
+    CASES,
+    Array,
+    LawCase,
+    Laws,
+    Tokens,
+    World,
+    completed,
+    target_law,
+    total_variation,
+)
+
+NAME = "law"
+CLAIM = "The law of a round, enumerated, is the target's, for every transform."
+SMALL = {
+    "4 tokens, k = 2": World(vocab=4, k=2),
+    "5 tokens, a draft of 3, k = 2": World(vocab=5, k=2, drafts=(0, 2, 3)),
+}
 LIMIT = 1e-6  # total variation that float32 and 24-bit uniforms may cost
+
+
+def certify(bundle: Bundle, progress: Callable[[str], None] = lambda _: None) -> Certificate:
+    """Small vocabularies through graphs of this version; a few tokens through the bundle's own."""
+    figures: Figures = {"limit": LIMIT, "total_variation": {}}
+    faults = []
+    for name, world, graphs in _worlds(bundle):
+        for case in CASES:
+            progress(f"{name}: {case.name}")
+            found = distance(case, world, graphs)
+            figures["total_variation"][f"{name}: {case.name}"] = found
+            if not found <= LIMIT:
+                faults.append(f"{name}, {case.name}: total variation {found:.2g}")
+    figures["worst"] = max(figures["total_variation"].values())
+    return judged(NAME, CLAIM, figures, faults)
+
+
+def _worlds(bundle: Bundle) -> Iterator[tuple[str, World, RoundGraphs]]:
+    for name, world in SMALL.items():
+        yield name, world, RoundGraphs.small(world)
+    world, places = few_tokens(bundle)
+    yield "this bundle's accept.onnx", world, RoundGraphs.own(bundle.model_path("accept"), places)
+
+
+def few_tokens(bundle: Bundle) -> tuple[World, Places]:
+    """Four tokens spread over the bundle's vocabulary, one of them not the draft's if any isn't."""
+    vocab = bundle.manifest.target.vocab_size
+    draft_vocab = bundle.manifest.draft.vocab_size if bundle.manifest.draft else vocab
+    ids = np.arange(draft_vocab) + (0 if bundle.d2t is None else bundle.d2t)
+    ids = ids[ids < vocab]
+    columns = [0, len(ids) // 3, len(ids) - 1]
+    others = np.setdiff1d(np.arange(vocab), ids)
+    fourth = int(others[len(others) // 2]) if len(others) else int(ids[len(ids) // 2])
+    chosen = sorted({fourth, *(int(ids[c]) for c in columns)})
+    drafts = tuple(chosen.index(int(ids[c])) for c in columns)
+    places = Places(ids=tuple(chosen), vocab=vocab, columns=tuple(columns), draft_vocab=draft_vocab)
+    return World(vocab=len(chosen), k=1, drafts=drafts), places
 
 
 def distance(case: LawCase, world: World, graphs: RoundGraphs) -> float:

@@ -178,7 +178,8 @@ def _draft(size: int, d2t: Array | None, vocab: int) -> ir.Model:
     body = ir.val("body", dtype=ir.DataType.FLOAT, shape=["batch", 1, size])
     node = ir.node("Identity", [body])
     logits = node.outputs[0]
-    logits.name, logits.dtype, logits.shape = "logits", body.dtype, body.shape
+    logits.name, logits.shape = "logits", body.shape
+    logits.dtype = ir.DataType.FLOAT
     graph = ir.Graph([body], [logits], nodes=[node], opset_imports={"": 24}, name="draft")
     model = ir.Model(graph, ir_version=10)
     append_draft_sampling(model, d2t, vocab_size=vocab)

@@ -131,12 +131,11 @@ def _cases() -> tuple[LawCase, ...]:
         warm, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.5,
         logit_bias={1: -1.0},
     )  # fmt: skip
-    cuts = {"top_k": 3, "top_p": 0.9, "min_p": 0.05}
     together = {
         "top_k + top_p": replace(warm, top_k=3, top_p=0.8),
         "top_p + min_p": replace(warm, top_p=0.9, min_p=0.1),
         "penalties + top_k": replace(penalties, top_k=3),
-        "all": replace(penalties, temperature=0.9, **cuts),
+        "all": replace(penalties, temperature=0.9, top_k=3, top_p=0.9, min_p=0.05),
         "greedy + penalties": replace(penalties, temperature=0.0),
     }
     masks = {

@@ -1,0 +1,142 @@
+"""That draft, target, accept and tokenizer are made for each other: read from the graphs.
+
+The manifest could be right and a graph not, so the maps are compared where they are used: as
+constants inside the draft and accept graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import numpy_helper
+
+from runtime.bundle import Bundle
+from runtime.bundle_files import file_sha256
+from runtime.text import Text
+
+from .report import Certificate, Figures, judged
+from .world import Array
+
+NAME = "contract"
+CLAIM = "Draft, target, accept and tokenizer share one vocabulary, one map and one width."
+
+
+def certify(bundle: Bundle) -> Certificate:
+    """Vocabulary, d2t, hidden size and tokenizer hash."""
+    figures, faults = Figures(), list[str]()
+    for check in (_vocabulary, _map, _hidden_size, _tokenizer):
+        found, fault = check(bundle)
+        figures |= found
+        faults += fault
+    return judged(NAME, CLAIM, figures, faults)
+
+
+Found = tuple[Figures, list[str]]
+
+
+def _vocabulary(bundle: Bundle) -> Found:
+    sizes = {"target": _axis(bundle.model_path("target"), "logits")}
+    sizes["accept"] = _axis(bundle.model_path("accept"), "logits", of_input=True)
+    figures: Figures = {"vocab_size": bundle.manifest.target.vocab_size}
+    faults = [
+        f"vocabulary of {name}.onnx: received {size}. Expected {figures['vocab_size']}"
+        for name, size in sizes.items()
+        if size != figures["vocab_size"]
+    ]
+    if bundle.manifest.draft is not None:
+        figures["draft_vocab_size"] = bundle.manifest.draft.vocab_size
+        q = _axis(bundle.model_path("draft"), "draft_step_probs")
+        read = _axis(bundle.model_path("accept"), "draft_probs", of_input=True)
+        if not q == read == figures["draft_vocab_size"]:
+            faults.append(f"draft vocabulary: draft.onnx gives {q}, accept.onnx reads {read}")
+    return figures, faults
+
+
+def _map(bundle: Bundle) -> Found:
+    if bundle.d2t is None:
+        return {"d2t": "none: equal ids"}, []
+    ids = np.arange(len(bundle.d2t)) + bundle.d2t
+    inverse = np.full(bundle.manifest.target.vocab_size, len(ids))
+    inverse[ids] = np.arange(len(ids))
+    wanted = {"draft": (bundle.d2t,), "accept": (inverse, ids[None])}
+    faults = [
+        f"d2t: {name}.onnx holds another map than d2t.npy; the draft's tokens would be misread"
+        for name, maps in wanted.items()
+        if not all(_holds(bundle.model_path(name), one) for one in maps)  # type: ignore[arg-type]
+    ]
+    return {"d2t": f"{len(ids)} tokens"}, faults
+
+
+def _hidden_size(bundle: Bundle) -> Found:
+    """A draft that borrows the target's embedding reads rows of its width."""
+    if bundle.manifest.draft is None:
+        return {}, []
+    target, draft = (
+        _shared_tables(bundle.model_path("target")), _shared_tables(bundle.model_path("draft"))
+    )  # fmt: skip
+    shared = {name: (target[name], draft[name]) for name in target.keys() & draft.keys()}
+    faults = [
+        f"shared weights {name}: the target reads {one}, the draft {other}"
+        for name, (one, other) in shared.items()
+        if one != other
+    ]
+    return {"shared_weights": len(shared)}, faults
+
+
+def _tokenizer(bundle: Bundle) -> Found:
+    found = file_sha256(bundle.tokenizer_path)
+    faults = []
+    if found != bundle.manifest.tokenizer_sha256:
+        faults.append("tokenizer.json: its hash is not the manifest's")
+    text = Text(bundle.tokenizer_path, None, bundle.manifest.bos_token_id, ())
+    largest = max(text.encode("The quick brown fox, 42."), default=0)
+    if largest >= bundle.manifest.target.vocab_size:
+        faults.append(f"tokenizer.json: gives token {largest}, beyond the vocabulary")
+    return {"tokenizer_sha256": found}, faults
+
+
+def _axis(path: Path, name: str, *, of_input: bool = False) -> int:
+    """Size of a tensor's last axis."""
+    graph = onnx.load(path, load_external_data=False).graph
+    for value in graph.input if of_input else graph.output:
+        if value.name == name:
+            return int(value.type.tensor_type.shape.dim[-1].dim_value)
+    return 0
+
+
+def _holds(path: Path, wanted: Array) -> bool:
+    """Whether the graph has this constant."""
+    return any(np.array_equal(found, wanted) for found in _constants(path, wanted.shape))
+
+
+def _constants(path: Path, shape: tuple[int, ...]) -> Iterator[Array]:
+    graph = onnx.load(path, load_external_data=False).graph
+    for tensor in _initializers(graph):
+        if tuple(tensor.dims) == shape and tensor.data_type == onnx.TensorProto.INT64:
+            yield numpy_helper.to_array(tensor, base_dir=str(path.parent))
+
+
+def _initializers(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
+    """Of the graph and of those inside its nodes."""
+    yield from graph.initializer
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.type == onnx.AttributeProto.GRAPH:
+                yield from _initializers(attribute.g)
+            elif attribute.type == onnx.AttributeProto.TENSOR:
+                yield attribute.t
+
+
+def _shared_tables(path: Path) -> dict[str, tuple[int, ...]]:
+    """External tensors by where they lie → shape."""
+    graph = onnx.load(path, load_external_data=False).graph
+    places: dict[str, tuple[int, ...]] = {}
+    for tensor in _initializers(graph):
+        entries = {entry.key: entry.value for entry in tensor.external_data}
+        if "location" in entries:
+            where = f"{entries['location']}@{entries.get('offset', '0')}"
+            places[where] = tuple(tensor.dims)
+    return places

@@ -1,0 +1,130 @@
+"""What the bundle's own engines give, seed after seed, against what its target alone would give.
+
+The enumerated law proves the graphs; this proves the whole machine: caches, positions, uniforms,
+rollback, the draft's own steps. With top-k 3 the first tokens of an answer have few outcomes, and
+the target's plain rows tell how likely each is, so thousands of texts needn't be sampled twice.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import NormalDist
+
+import numpy as np
+
+from runtime.decoder import Decoder
+from runtime.reference import History, adjusted, transformed
+from runtime.sampling import SamplingParams
+
+from .report import Certificate, judged
+from .target_rows import TargetRows
+from .world import Laws, Tokens
+
+NAME = "frequency"
+CLAIM = "Sampled speculatively, tokens come as often as the target alone would give them."
+FALSE_ALARM = 1e-6  # odds that a right bundle fails, for each sampling
+LEAST_EXPECTED = 5.0  # cells below are joined, so that chi-square's law holds
+TOKENS = 3
+DRAFT_TOKENS = (1, 2)  # by turns: behind one draft the third token is a bonus or recovered one
+
+SAMPLINGS = {
+    "top_k": SamplingParams(temperature=1.0, top_k=3),
+    "penalties + top_k + top_p": SamplingParams(
+        temperature=1.2, top_k=3, top_p=0.95, repetition_penalty=1.3, presence_penalty=0.5,
+        frequency_penalty=0.5,
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """Observed against expected counts of the same outcomes."""
+
+    samples: int
+    cells: int
+    chi_square: float
+    limit: float  # exceeded by chance with the odds FALSE_ALARM
+    total_variation: float
+    impossible: int  # outcomes that the target never gives
+
+    @property
+    def fits(self) -> bool:
+        return self.chi_square <= self.limit and not self.impossible
+
+
+def certify(
+    decoder: Decoder,
+    rows: TargetRows,
+    prompt: Sequence[int],
+    samples: int,
+    progress: Callable[[str], None] = lambda _: None,
+    samplings: Mapping[str, SamplingParams] = SAMPLINGS,
+) -> Certificate:
+    """`samples` answers for each sampling, each with its own seed."""
+    figures, faults = {}, []
+    for name, params in samplings.items():
+        progress(f"{samples} answers under {name}")
+        counts = _counts(decoder, prompt, params, samples, rows.rounds.buffers.max_draft_tokens)
+        found = fit(counts, law(rows, prompt, params))
+        figures[name] = vars(found) | {"false_alarm": FALSE_ALARM}
+        if not found.fits:
+            faults.append(
+                f"{name}: chi-square {found.chi_square:.1f} over {found.cells} outcomes, limit "
+                f"{found.limit:.1f}; {found.impossible} impossible ones"
+            )
+    return judged(NAME, CLAIM, figures, faults)
+
+
+def law(rows: TargetRows, prompt: Sequence[int], params: SamplingParams) -> Laws:
+    """Chance of every first TOKENS tokens, from plain rows of the target."""
+    result: Laws = {(): 1.0}
+    for _ in range(TOKENS):
+        longer: Laws = {}
+        for tokens, mass in result.items():
+            logits = rows.behind([*prompt, *tokens])
+            before = History(prompt=tuple(prompt), output=tokens)
+            p = transformed(adjusted(logits, params, before), params)
+            longer |= {(*tokens, int(x)): mass * float(p[x]) for x in np.flatnonzero(p)}
+        result = longer
+    return result
+
+
+def _counts(
+    decoder: Decoder, prompt: Sequence[int], params: SamplingParams, samples: int, most: int
+) -> Counter[Tokens]:
+    found: Counter[Tokens] = Counter()
+    for seed in range(samples):
+        asked = replace(params, seed=seed, max_tokens=TOKENS, ignore_eos=True)
+        k = min(DRAFT_TOKENS[seed % len(DRAFT_TOKENS)], most)
+        result = decoder.generate(list(prompt), asked, num_draft_tokens=k)
+        found[result.token_ids] += 1
+    return found
+
+
+def fit(observed: Counter[Tokens], expected: Laws) -> Fit:
+    """Pearson's chi-square over the outcomes, unlikely ones joined into one."""
+    samples = observed.total()
+    pairs = [(observed[key], samples * mass) for key, mass in expected.items()]
+    common = [pair for pair in pairs if pair[1] >= LEAST_EXPECTED]
+    rare = [pair for pair in pairs if pair[1] < LEAST_EXPECTED]
+    joined = (sum(seen for seen, _ in rare), sum(wanted for _, wanted in rare))
+    cells = [*common, joined] if joined[1] > 0 else common
+    chi_square = sum((seen - wanted) ** 2 / wanted for seen, wanted in cells)
+    return Fit(
+        samples=samples,
+        cells=len(cells),
+        chi_square=chi_square,
+        limit=chi_square_limit(len(cells) - 1, FALSE_ALARM),
+        total_variation=sum(abs(seen - wanted) for seen, wanted in pairs) / (2 * samples),
+        impossible=sum(count for key, count in observed.items() if key not in expected),
+    )
+
+
+def chi_square_limit(freedom: int, odds: float) -> float:
+    """What chi-square exceeds with these odds (Wilson and Hilferty, 1931)."""
+    if freedom < 1:
+        return 0.0
+    spread = 2 / (9 * freedom)
+    return float(freedom * (1 - spread + NormalDist().inv_cdf(1 - odds) * spread**0.5) ** 3)
