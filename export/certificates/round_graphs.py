@@ -71,7 +71,7 @@ class RoundGraphs:
                 ids=everyone, vocab=world.vocab, columns=tuple(range(size)), draft_vocab=size
             ),
             accept_session=_session(accept_model(world.vocab, d2t, draft_vocab_size=size)),
-            draft_session=_session(_draft(size, d2t, world.vocab)),
+            draft_session=_session(draft_tail_model(size, d2t, world.vocab)),
         )
 
     @classmethod
@@ -173,7 +173,7 @@ class Accept:
         return result
 
 
-def _draft(size: int, d2t: Array | None, vocab: int) -> ir.Model:
+def draft_tail_model(size: int, d2t: Array | None, vocab: int) -> ir.Model:
     """The sampling tail behind a body that is an input."""
     body = ir.val("body", dtype=ir.DataType.FLOAT, shape=["batch", 1, size])
     node = ir.node("Identity", [body])
