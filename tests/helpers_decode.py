@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from helpers_runtime import EOS, logits_after
+from helpers_runtime import EOS, VOCAB, logits_after, near_table, target_table
 
+from runtime.decoder import Decoder, Result
 from runtime.grammar_compiler import GrammarCompiler
 from runtime.reference import History, accept, adjusted, draft_sample
 from runtime.sampling import SamplingParams
@@ -15,6 +16,32 @@ from runtime.sequence import FinishReason
 from runtime.uniforms import ACCEPT, DRAFT, DRAW, uniform_table
 
 Array = np.ndarray
+
+KS = (0, 1, 2, 3, 4)
+TOKENS = 24
+PROMPT = (70, 71, 71, 101, 3)
+TABLE = target_table(VOCAB)
+TABLE[:, EOS] = TABLE.max(1) - 1.0  # the end is always likely, so that it must be kept away
+NEAR = near_table(TABLE, 0.6)
+FAVOURITES = tuple(int(t) for t in np.argsort(-TABLE.mean(0))[:40])
+
+ASKED = {
+    "repetition": {"repetition_penalty": 1.5},
+    "presence": {"presence_penalty": 1.8},
+    "frequency": {"frequency_penalty": -1.5},
+    "bias": {"logit_bias": dict.fromkeys(FAVOURITES[:6], 4.0) | {EOS: -100.0}},
+    "bans": {"banned_tokens": (*FAVOURITES, EOS)},
+    "min_tokens": {"min_tokens": 11, "logit_bias": {EOS: 2.0}},
+    "together": {
+        "repetition_penalty": 0.8,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.7,
+        "logit_bias": {FAVOURITES[0]: 5.0, FAVOURITES[1]: 3.0},
+        "banned_tokens": FAVOURITES[2:9],
+        "min_tokens": 7,
+    },
+}
+SAMPLED = {"temperature": 0.9, "top_p": 0.97, "top_k": 60, "seed": 11}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,3 +146,30 @@ class Oracle:
         if over is FinishReason.GRAMMAR or len(output) < (self.params.max_tokens or 0):
             return over
         return FinishReason.LENGTH
+
+
+def params_of(name: str, **others: object) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": TOKENS, **ASKED[name], **others})  # type: ignore[arg-type]
+
+
+def oracle(
+    params: SamplingParams,
+    *,
+    target: np.ndarray = TABLE,
+    draft: np.ndarray = NEAR,
+    prompt: tuple[int, ...] = PROMPT,
+    target_ids: np.ndarray | None = None,
+    compiler: GrammarCompiler | None = None,
+) -> Oracle:
+    mask = Mask(params=params, vocab=target.shape[1], compiler=compiler)
+    return Oracle(
+        target=target, draft=draft, prompt=prompt, params=params, mask=mask, target_ids=target_ids
+    )
+
+
+def generate(decoder: Decoder, params: SamplingParams, k: int) -> Result:
+    return decoder.generate(list(PROMPT), params, num_draft_tokens=k)
+
+
+def came_out(result: Result) -> tuple[list[int], FinishReason]:
+    return list(result.token_ids), result.finish_reason
