@@ -9,16 +9,16 @@ from threading import Lock
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from .acceptance import PRIOR_ACCEPTANCE, AcceptanceEstimate
 from .engine import load_rounds
 from .errors import InvalidRequest
 from .executor import EngineOptions
 from .generation import Chunk, Generation
 from .grammar_compiler import GrammarCompiler
 from .latency import LatencyProfile
+from .outcome import Outcome
 from .planner import AdaptiveDraftLength, FixedDraftLength, Planner
 from .request import Prompt, Request
-from .round import Outcome, Rounds
+from .round import Rounds
 from .sampling import SamplingParams
 from .sequence import FinishReason
 from .stats import Stats
@@ -171,18 +171,17 @@ class Decoder:
     def _generation(self, request: Request, rounds: Rounds) -> Generation:
         manifest = self._manifest
         ends = Ends.of(request.params, manifest.eos_token_ids, manifest.limits.max_context)
-        planner = self._planner(request.num_draft_tokens)
+        planner = self._planner(request.num_draft_tokens, rounds)
         return Generation(request, rounds, planner, ends, self._text, self.on_round)
 
-    def _planner(self, num_draft_tokens: int | None) -> Planner:
+    def _planner(self, num_draft_tokens: int | None, rounds: Rounds) -> Planner:
+        most = self._manifest.limits.max_draft_tokens
         if num_draft_tokens is not None:
             return FixedDraftLength(num_draft_tokens)
-        most = self._manifest.limits.max_draft_tokens
-        if self._profile is None:
+        if self._profile is None or rounds.drafter is None:
             return FixedDraftLength(min(UNPROFILED_DRAFT_TOKENS, most))
-        measured = self._profile.acceptance
-        prior = PRIOR_ACCEPTANCE if measured is None else measured
-        return AdaptiveDraftLength(self._profile, AcceptanceEstimate(most, prior))
+        acceptance = rounds.drafter.acceptance(self._profile.acceptance)
+        return AdaptiveDraftLength(self._profile, acceptance, most)
 
     def _open_rounds(self) -> Rounds:
         if self._rounds is None:

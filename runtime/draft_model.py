@@ -16,11 +16,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .acceptance import PRIOR_ACCEPTANCE, Acceptance, AcceptanceByPosition
 from .buffers import RoundBuffers
 from .constraint import Constraint
 from .contract import CacheSpec
 from .drafter import Proposal
 from .executor import Call, Executor, cache_buffers
+from .offer import Offer
 
 WINDOW = 128  # most tokens that are read to catch up, in one call
 
@@ -50,12 +52,15 @@ class DraftModel:
     def length(self) -> int:
         return self._base + int(self._buffers.draft_lengths[0])
 
-    def room(self) -> int:
-        """Behind a full window k drafts write k - 1 more rows."""
-        return self._max_context - self._window + 1
+    def acceptance(self, measured: float | None) -> Acceptance:
+        prior = PRIOR_ACCEPTANCE if measured is None else measured
+        return AcceptanceByPosition(self._buffers.max_draft_tokens, prior)
 
-    def unread(self, committed: int) -> int:
-        return min(committed - self.length, self._window)
+    def offer(self, tokens: Sequence[int], most: int) -> Offer:
+        """Behind a full window k drafts write k - 1 more rows."""
+        room = self._max_context - self._window + 1
+        unread = min(len(tokens) - self.length, self._window)
+        return Offer(num_tokens=min(most, room), unread=unread)
 
     def rollback(self, length: int) -> None:
         if length < self._base:

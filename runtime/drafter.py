@@ -1,4 +1,6 @@
-"""What a round asks of a drafter; a draft model is one, lookup or a head may be others.
+"""What a round asks of a drafter; a draft model is one, lookup another, heads may follow.
+
+A round goes `offer` → the planner chooses k → `propose`, then `rollback` to what was accepted.
 
 Invariant: after `rollback(n)` nothing that the drafter holds stems from a token beyond the first n.
 """
@@ -9,7 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from .acceptance import Acceptance
 from .constraint import Constraint
+from .offer import Offer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +21,7 @@ class Proposal:
     """What a drafter came up with: fewer tokens than asked for where it has no more."""
 
     num_drafted: int
-    seconds: float  # in the engine
+    seconds: float  # that it took
 
 
 class Drafter(Protocol):
@@ -27,11 +31,11 @@ class Drafter(Protocol):
     def length(self) -> int:
         """Committed tokens up to which the drafter has read."""
 
-    def room(self) -> int:
-        """The most tokens that it can draft in one round."""
+    def acceptance(self, measured: float | None) -> Acceptance:
+        """What a request begins to believe of its acceptance; `measured`: at build, if it was."""
 
-    def unread(self, committed: int) -> int:
-        """Tokens that it would read before drafting behind `committed` tokens; at least 1."""
+    def offer(self, tokens: Sequence[int], most: int) -> Offer:
+        """What it could draft behind the committed `tokens`, at most `most` ≥ 1; next to free."""
 
     def propose(self, tokens: Sequence[int], k: int, constraint: Constraint) -> Proposal:
         """Draft up to k ≥ 1 tokens behind the committed `tokens`, each one that may follow.

@@ -13,9 +13,11 @@ from time import perf_counter
 from .constraint import Constraint
 from .detokenizer import Detokenizer
 from .errors import InvalidRequest
+from .offer import NO_OFFER, Offer
+from .outcome import Outcome
 from .planner import Planner
 from .request import Request
-from .round import Outcome, Rounds
+from .round import Rounds
 from .sequence import FinishReason, Sequence
 from .stats import Stats
 from .stops import Committer, Ends
@@ -99,9 +101,10 @@ class Generation:
         return self._rounds.prefill(self.sequence.tokens, self._uniforms)
 
     def _round(self) -> Outcome:
-        k = self._choose()
+        offer = self._offer()
+        k = self._planner.choose(offer, self._remaining())
         outcome = self._rounds.run(self.sequence.tokens, k, self._uniforms)
-        self._planner.observe(outcome.num_drafted, outcome.num_accepted)
+        self._planner.observe(offer, outcome)
         return outcome
 
     def _constrain(self) -> str:
@@ -116,17 +119,15 @@ class Generation:
         self.sequence.finish_reason = self.stats.finish_reason = reason
         return text
 
-    def _choose(self) -> int:
+    def _offer(self) -> Offer:
         """A round commits up to k + 1 tokens, none of them beyond the context."""
-        drafter = self._rounds.drafter
-        if drafter is None:
-            return 0
-        committed = len(self.sequence.tokens)
-        free = self._ends.max_context - committed - 1
-        room = min(self._rounds.buffers.max_draft_tokens, drafter.room(), free)
-        left = self._ends.max_tokens
-        remaining = None if left is None else left - self.sequence.num_generated
-        return self._planner.choose(max(0, room), drafter.unread(committed), remaining)
+        drafter, tokens = self._rounds.drafter, self.sequence.tokens
+        room = min(self._planner.longest, self._ends.max_context - len(tokens) - 1)
+        return drafter.offer(tokens, room) if drafter and room > 0 else NO_OFFER
+
+    def _remaining(self) -> int | None:
+        most = self._ends.max_tokens
+        return None if most is None else most - self.sequence.num_generated
 
     def _settle(self) -> None:
         """Reconcile the caches to the committed tokens."""

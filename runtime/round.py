@@ -8,7 +8,6 @@ any number fewer after rounds with k = 0.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from numpy.typing import NDArray
@@ -18,23 +17,11 @@ from .buffers import RoundBuffers
 from .constraint import Constraint
 from .drafter import Drafter, Proposal
 from .matcher import Matcher
+from .outcome import Outcome
 from .sampling import SamplingParams
 from .target import PREFILL_CHUNK, TargetStep
 
 NOTHING = Proposal(num_drafted=0, seconds=0.0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """What one round decided, and the seconds that its engine calls took."""
-
-    num_drafted: int
-    num_accepted: int
-    #: the accepted drafts, then the recovered or bonus token, left out where a grammar has ended
-    tokens: tuple[int, ...]
-    draft_s: float
-    verify_s: float
-    accept_s: float
 
 
 class Rounds:

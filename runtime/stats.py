@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from .round import Outcome
+from .outcome import Outcome
 
 
 @dataclass(kw_only=True)

@@ -33,7 +33,7 @@ from export.cli import app
 from runtime import Decoder, SamplingParams
 from runtime.bundle import Bundle
 from runtime.errors import InvalidRequest, LimitExceeded
-from runtime.round import Outcome
+from runtime.outcome import Outcome
 
 PROMPTS = ("def mean(values):", "the hand", "Water boils at 100")
 GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)

@@ -11,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime import BundleError, Decoder, SamplingParams
-from runtime.acceptance import AcceptanceEstimate
+from runtime.acceptance import AcceptanceByPosition
 from runtime.latency import LatencyProfile
+from runtime.offer import Offer
+from runtime.outcome import Outcome
 from runtime.planner import AdaptiveDraftLength, FixedDraftLength
 
 K = 6
@@ -22,22 +24,38 @@ def profile(row: float, draft: float) -> LatencyProfile:
     return LatencyProfile.from_report(latency_report(row=row, draft=draft, max_draft_tokens=K))
 
 
+def adaptive(costs: LatencyProfile) -> AdaptiveDraftLength:
+    return AdaptiveDraftLength(costs, AcceptanceByPosition(K), K)
+
+
+def outcome(num_drafted: int, num_accepted: int) -> Outcome:
+    return Outcome(
+        num_drafted=num_drafted,
+        num_accepted=num_accepted,
+        tokens=(0,) * (num_accepted + 1),
+        draft_s=0.0,
+        verify_s=0.0,
+        accept_s=0.0,
+    )
+
+
 def simulate(
     costs: LatencyProfile, alphas: list[float], seed: int = 0, window: int = 128
 ) -> tuple[float, list[int]]:
     """Seconds per token over plain decoding's, and the plan; alphas: acceptance, per token."""
     rng = np.random.default_rng(seed)
-    planner = AdaptiveDraftLength(costs, AcceptanceEstimate(K))
+    planner = adaptive(costs)
     done, unread, seconds, plan = 0, 60, 0.0, []
     while done < len(alphas):
-        k = planner.choose(K, min(unread, window), len(alphas) - done)
+        offer = Offer(num_tokens=K, unread=min(unread, window))
+        k = planner.choose(offer, len(alphas) - done)
         if k:
             seconds += costs.read_s(min(unread, window))
         seconds += costs.round_s(k)
         accepted = 0
         while accepted < k and rng.random() < alphas[done]:
             accepted += 1
-        planner.observe(k, accepted)
+        planner.observe(offer, outcome(k, accepted))
         plan.append(k)
         done += accepted + 1
         unread = unread + 1 if k == 0 else 1 + (accepted == k)
@@ -97,16 +115,17 @@ def test_the_same_history_gives_the_same_plan() -> None:
 
 
 def test_room_is_kept() -> None:
-    planner = AdaptiveDraftLength(profile(0.0, 0.01), AcceptanceEstimate(K))
-    assert [planner.choose(room, 1, None) for room in (6, 3, 1, 0)] == [6, 3, 1, 0]
-    assert [FixedDraftLength(4).choose(room, 1, None) for room in (6, 3, 0)] == [4, 3, 0]
+    planner = adaptive(profile(0.0, 0.01))
+    rooms = [Offer(num_tokens=n) for n in (6, 3, 1, 0)]
+    assert [planner.choose(offer, None) for offer in rooms] == [6, 3, 1, 0]
+    assert [FixedDraftLength(4).choose(offer, None) for offer in rooms] == [4, 3, 1, 0]
 
 
 def test_the_estimate_is_conditional_per_position() -> None:
-    estimate = AcceptanceEstimate(3)
+    estimate, offer = AcceptanceByPosition(3), Offer(num_tokens=3)
     for _ in range(200):
-        estimate.observe(3, 1)  # the first always fits, the second never
-    first, second, third = estimate.reached()
+        estimate.observe(offer, outcome(3, 1))  # the first always fits, the second never
+    first, second, third = estimate.reached(offer)
     assert first > 0.9
     assert second < 0.2
     assert third < second

@@ -263,9 +263,9 @@ def test_any_plan_of_draft_lengths_keeps_the_invariants(
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
                 "runtime.planner.FixedDraftLength.choose",
-                lambda self, room, unread, remaining: min(next(steps), room),
+                lambda self, offer, remaining: min(next(steps), offer.num_tokens),
             )
-            for chunk in decoder.stream(prompt, params, num_draft_tokens=1):
+            for chunk in decoder.stream(prompt, params, num_draft_tokens=4):
                 tokens += chunk.token_ids
                 target_rows, draft_rows = lengths(decoder)
                 assert target_rows == len(prompt) + len(tokens) - 1
