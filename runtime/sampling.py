@@ -15,9 +15,9 @@ from .errors import InvalidRequest
 from .grammar import Grammar
 
 MAX_F32 = 3.4e38
-MOST_REPETITION = 1e4  # beyond it a penalised logit may leave f32
+MOST_REPETITION = 1e4  # beyond it, or below its inverse, a penalised logit may leave f32
 PENALTY = "a number from -2 to 2"
-REPETITION = f"a number above 0 and at most {MOST_REPETITION:g}; 1 changes nothing"
+REPETITION = f"a number from {1 / MOST_REPETITION:g} to {MOST_REPETITION:g}; 1 changes nothing"
 BIAS = "token ids with a number from -100 to 100 each; banned_tokens bans one for certain"
 
 
@@ -59,6 +59,8 @@ class SamplingParams:
         self._check_counts()
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
             raise _invalid("grammar", self.grammar, "a runtime.Grammar, or None")
+        if not isinstance(self.ignore_eos, bool):
+            raise _invalid("ignore_eos", self.ignore_eos, "True or False")
 
     @property
     def greedy(self) -> bool:
@@ -80,7 +82,7 @@ class SamplingParams:
         _number("top_p", self.top_p, 0.0, 1.0, "a number above 0 and at most 1", above=True)
         _number("min_p", self.min_p, 0.0, 1.0, "a number from 0 to 1")
         penalty = self.repetition_penalty
-        _number("repetition_penalty", penalty, 0.0, MOST_REPETITION, REPETITION, above=True)
+        _number("repetition_penalty", penalty, 1 / MOST_REPETITION, MOST_REPETITION, REPETITION)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0, PENALTY)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0, PENALTY)
 

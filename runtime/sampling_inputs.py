@@ -17,6 +17,8 @@ from .sampling import SamplingParams
 
 Array = NDArray[Any]
 
+LEAST_TOP_P = 1e-30  # f32 has no smaller ones to count on, and 0 would keep no token
+
 
 class SamplingInputs:
     """Arrays of one sequence, bound once; `begin` fills them for a request."""
@@ -46,7 +48,7 @@ class SamplingInputs:
             self._neutralise()
         shared["temperature"][0] = params.temperature
         shared["top_k"][0] = min(params.top_k, self._vocab)
-        shared["top_p"][0] = params.top_p
+        shared["top_p"][0] = max(params.top_p, LEAST_TOP_P)
         shared["min_p"][0] = params.min_p
         self._counting = params.penalised
         shared["adjust"][0] = params.penalised or params.masked or bool(params.logit_bias)
