@@ -1,6 +1,21 @@
 """The precisions that a build offers: what each does to the weights of linear layers.
 
 Activations between layers, norms, caches and everything in the accept graph stay f32.
+
+int4 is symmetric in blocks of 32. Measured on SmolLM2-135M-Instruct (KL and top-1 agreement over
+1,722 tokens of Spec-Bench prompts, rounded weights in f32 arithmetic; processor time of a step, one
+thread of an EPYC with AVX2, 128 tokens of context), against asymmetric blocks of 32 everywhere:
+
+    everywhere                   KL     top-1   a step of 1, 2, 5 rows
+    asymmetric, 32               0.524  0.62    1     1     1
+    symmetric, 32                0.500  0.63    0.84  0.95  0.97
+    symmetric, 64                0.644  0.57    0.86  0.86  0.94
+    symmetric, 32; 8 bits for    0.437  0.67    0.95  1.03  1.05
+      embedding and head
+
+Without zero points it is faster and no further from the checkpoint. Scales searched for the least
+squared error took the last row from 0.437 to between 0.42 and 0.52, and mostly up: clipping the
+few large weights costs more than the rest gains.
 """
 
 from __future__ import annotations
@@ -43,7 +58,7 @@ PRECISIONS = {
     for p in (
         Precision(name="fp32", format=None),
         Precision(name="int8", format=BlockFormat(bits=8, block=32, symmetric=True)),
-        Precision(name="int4", format=BlockFormat(bits=4, block=32, symmetric=False)),
+        Precision(name="int4", format=BlockFormat(bits=4, block=32, symmetric=True)),
     )
 }
 
