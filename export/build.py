@@ -12,17 +12,19 @@ import numpy as np
 
 from engines.external_data import WeightStore
 from runtime.errors import BuildError, OutriderError
-from runtime.manifest import SCHEMA, FileRecord, Gate, Limits, Manifest, ModelCard
+from runtime.manifest import SCHEMA, FileRecord, Gate, Limits, Manifest
 from runtime.text import Text
 
 from . import gates
 from .bundle_writer import BundleWriter
 from .checkpoint import Checkpoint, open_checkpoint
-from .draft import Draft, open_draft
+from .draft_plan import DraftPlan, WrittenDraft
+from .drafters import DraftRequest, open_drafter
 from .features import refuse_unproven, refuse_unsupported
-from .gate_graph import DraftGateGraph, GateGraph
-from .graphs import WrittenGraph, write_accept, write_draft, write_target
-from .limits import check_batch, check_draft_tokens, draft_context, target_context
+from .gate_graph import GateGraph
+from .graphs import WrittenGraph, write_accept, write_target
+from .limits import check_batch, check_draft_tokens, target_context
+from .model_card import model_card
 from .precision import Precision, precision
 from .profile import measure, versions
 
@@ -51,6 +53,8 @@ class BuildRequest:
     max_batch: int = 1
     max_context: int | None = None
     max_draft_tokens: int = 8
+    min_ngram: int | None = None  # of --draft ngram alone
+    max_ngram: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,11 +62,9 @@ class _Plan:
     """A request that was checked against its checkpoints."""
 
     target: Checkpoint
-    draft: Draft | None
+    draft: DraftPlan | None
     precision: Precision
-    draft_precision: Precision
     limits: Limits
-    draft_context: int  # rows of the draft's cache, at most the limits' max_context
 
 
 def build(request: BuildRequest, progress: Progress = lambda _: None) -> Path:
@@ -86,27 +88,29 @@ def _plan(request: BuildRequest) -> _Plan:
         )
     batch = check_batch(request.max_batch)
     chosen = precision(request.precision)
-    of_draft = precision(request.draft_precision or chosen.name, "--draft-precision")
     target = open_checkpoint(request.target)
     target.text_files()  # raises here rather than after minutes
-    draft = open_draft(request.draft, target) if request.draft is not None else None
     context = target_context(request.max_context, target.config, target.name)
-    of_draft_context = context
-    if draft is not None:
-        config, name = draft.checkpoint.config, draft.checkpoint.name
-        of_draft_context = draft_context(context, config, name)
-        refuse_unsupported(config, of_draft_context)
-        refuse_unproven(config, draft.checkpoint.eager_bytes(), gates.available_bytes())
+    draft = open_drafter(
+        _draft_request(request), target, context=context, target_precision=chosen.name
+    )
     refuse_unsupported(target.config, context)
     refuse_unproven(target.config, target.eager_bytes(), gates.available_bytes())
-    k = check_draft_tokens(request.max_draft_tokens, of_draft_context) if draft else 0
+    k = check_draft_tokens(request.max_draft_tokens, draft.context) if draft else 0
     return _Plan(
         target=target,
         draft=draft,
         precision=chosen,
-        draft_precision=of_draft,
         limits=Limits(max_batch=batch, max_context=context, max_draft_tokens=k),
-        draft_context=of_draft_context,
+    )
+
+
+def _draft_request(request: BuildRequest) -> DraftRequest:
+    return DraftRequest(
+        source=request.draft,
+        precision=request.draft_precision,
+        min_ngram=request.min_ngram,
+        max_ngram=request.max_ngram,
     )
 
 
@@ -119,16 +123,9 @@ def _fill(plan: _Plan, directory: Path, progress: Progress) -> Manifest:
     target = write_target(plan.target, plan.precision, plan.limits.max_context, store)
     draft = None
     if plan.draft is not None:
-        name = plan.draft.checkpoint.name
-        progress(f"tracing and writing the draft, {name}, {plan.draft_precision.name}")
-        draft = write_draft(
-            plan.draft, plan.draft_precision, plan.draft_context, store,
-            target_vocab=target.vocab_size,
-        )  # fmt: skip
-    d2t = plan.draft.d2t if plan.draft else None
-    write_accept(target.vocab_size, draft.vocab_size if draft else None, d2t, store)
-    if d2t is not None:
-        np.save(directory / "d2t.npy", d2t.astype(np.int64))
+        progress(f"writing the draft, {plan.draft.name}")
+        draft = plan.draft.write(onnx, store, target_vocab=target.vocab_size)
+    _write_accept(target, draft, directory, store)
     plan.target.save_tokenizer(directory)
     manifest = _manifest(plan, target, draft)
     progress("checking the graphs against the checkpoints")
@@ -138,6 +135,16 @@ def _fill(plan: _Plan, directory: Path, progress: Progress) -> Manifest:
     return manifest
 
 
+def _write_accept(
+    target: WrittenGraph, draft: WrittenDraft | None, directory: Path, store: WeightStore
+) -> None:
+    """The accept graph reads q over the draft's tokens, and maps them where they are fewer."""
+    d2t = draft.d2t if draft else None
+    write_accept(target.vocab_size, draft.vocab_size if draft else None, d2t, store)
+    if d2t is not None:
+        np.save(directory / "d2t.npy", d2t.astype(np.int64))
+
+
 def _write_report(directory: Path, name: str, report: dict[str, object]) -> None:
     reports = directory / "reports"
     reports.mkdir(exist_ok=True)
@@ -145,16 +152,12 @@ def _write_report(directory: Path, name: str, report: dict[str, object]) -> None
 
 
 def _gates(
-    plan: _Plan, target: WrittenGraph, draft: WrittenGraph | None, directory: Path
+    plan: _Plan, target: WrittenGraph, draft: WrittenDraft | None, directory: Path
 ) -> tuple[Gate, ...]:
     tokens = _gate_tokens(plan, directory)
     k = max(1, min(plan.limits.max_draft_tokens, len(tokens) // 3))
     found = _target_gates(plan, target, directory / "onnx" / "target.onnx", tokens, k)
-    if plan.draft is not None and draft is not None:
-        found.append(
-            _draft_gate(plan, plan.draft, draft, directory / "onnx" / "draft.onnx", tokens)
-        )
-    return tuple(found)
+    return (*found, *(draft.gates(tokens) if draft else ()))
 
 
 def _target_gates(
@@ -178,27 +181,6 @@ def _target_gates(
     return [parity, rows, noise, gates.rollback(engine, tokens, k)]
 
 
-def _draft_gate(
-    plan: _Plan, draft: Draft, written: WrittenGraph, path: Path, tokens: list[int]
-) -> Gate:
-    tokens = tokens[: plan.draft_context]
-
-    def run(graph: Path) -> Callable[[], np.ndarray]:
-        return lambda: DraftGateGraph(graph, written.cache, written.vocab_size).probs(tokens)
-
-    with gates.exact_arithmetic(path) as variant:
-        return gates.parity(
-            "draft parity",
-            run(variant),
-            run(path),
-            draft.load_eager,
-            tokens,
-            plan.draft_precision,
-            written.rounded,
-            needs_bytes=draft.checkpoint.eager_bytes(),
-        )
-
-
 def _gate_tokens(plan: _Plan, directory: Path) -> list[int]:
     """Real text where the tokenizer has words for it; always at least a few tokens.
 
@@ -214,36 +196,21 @@ def _gate_tokens(plan: _Plan, directory: Path) -> list[int]:
     return [t % vocab for t in ids]
 
 
-def _manifest(plan: _Plan, target: WrittenGraph, draft: WrittenGraph | None) -> Manifest:
+def _manifest(plan: _Plan, target: WrittenGraph, draft: WrittenDraft | None) -> Manifest:
     special = plan.target.special_tokens()
     files: dict[str, FileRecord] = {}
     return Manifest(
         schema=SCHEMA,
         versions=versions(),
         backend="onnxruntime",
-        target=_card(plan.target, target, plan.precision),
-        draft=_card(plan.draft.checkpoint, draft, plan.draft_precision)
-        if plan.draft and draft
-        else None,
+        target=model_card(plan.target, target, plan.precision),
+        draft=draft.card if draft else None,
         limits=plan.limits,
         eos_token_ids=special.eos_token_ids,
         bos_token_id=special.bos_token_id,
         tokenizer_sha256="",
         gates=(),
         files=files,
-    )
-
-
-def _card(checkpoint: Checkpoint, graph: WrittenGraph, chosen: Precision) -> ModelCard:
-    return ModelCard(
-        name=checkpoint.name,
-        model_type=checkpoint.config.model_type,
-        revision=checkpoint.revision,
-        sha256=checkpoint.sha256(),
-        parameters=checkpoint.parameters,
-        precision=chosen.name,
-        vocab_size=graph.vocab_size,
-        cache=graph.cache,
     )
 
 

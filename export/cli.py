@@ -42,7 +42,11 @@ def build(
     target: Annotated[str, typer.Option(help="A directory, a hub id or a .gguf file.")],
     out: Annotated[Path, typer.Option(help="The bundle's directory; must not exist.")],
     draft: Annotated[
-        str, typer.Option(help="A draft's directory or hub id; none for plain decoding only.")
+        str,
+        typer.Option(
+            help="A draft's directory or hub id; ngram to look up what the text says already; "
+            "none for plain decoding only."
+        ),
     ] = "none",
     backend: Annotated[str, typer.Option(help="onnxruntime.")] = "onnxruntime",
     precision: Annotated[
@@ -56,6 +60,12 @@ def build(
         int | None, typer.Option(help="Prompt and answer together; default: up to 2048.")
     ] = None,
     k: Annotated[int, typer.Option("-k", help="Most tokens drafted a round.")] = 8,
+    min_ngram: Annotated[
+        int | None, typer.Option(help="Of --draft ngram: fewest tokens looked up; default: 2.")
+    ] = None,
+    max_ngram: Annotated[
+        int | None, typer.Option(help="Of --draft ngram: most tokens looked up; default: 4.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The result as one JSON line.")] = False,
 ) -> None:
     """Build a bundle: trace, lower, quantize, check, measure. Nothing is left if it fails."""
@@ -75,6 +85,8 @@ def build(
         max_batch=max_batch,
         max_context=max_context,
         max_draft_tokens=k,
+        min_ngram=min_ngram,
+        max_ngram=max_ngram,
     )
     console = Console(stderr=True)
     path = run(request, progress=lambda text: console.print(f"· {text}", highlight=False))
@@ -85,7 +97,7 @@ def build(
 def check(
     bundle: Annotated[Path, typer.Argument(help="The bundle's directory.")],
     prompts: Annotated[int, typer.Option(help="Texts decoded greedily both ways.")] = 200,
-    samples: Annotated[int, typer.Option(help="Answers drawn for each sampling.")] = 500,
+    samples: Annotated[int, typer.Option(help="Answers drawn for each sampling.")] = 300,
     as_json: Annotated[bool, typer.Option("--json", help="The same as one JSON line.")] = False,
 ) -> None:
     """Run a bundle's certificates again; the exit status is 1 if one fails."""

@@ -68,6 +68,7 @@ def _summary(bundle: Bundle) -> Table:
     total = sum(record.bytes for record in manifest.files.values())
     rows = {
         "backend": manifest.backend,
+        "drafter": f"{manifest.draft.kind}: {manifest.draft.name}" if manifest.draft else "none",
         "versions": ", ".join(f"{k} {v}" for k, v in sorted(manifest.versions.items())),
         "max batch": str(limits.max_batch),
         "max context": f"{limits.max_context} tokens",
@@ -83,7 +84,7 @@ def _summary(bundle: Bundle) -> Table:
 
 
 def _models(manifest: Manifest) -> Table:
-    cards = {"target": manifest.target, "draft": manifest.draft}
+    cards = {"target": manifest.target, "draft": manifest.draft_model}
     columns = ("", "name", "type", "precision", "parameters", "vocabulary", "cache", "sha256")
     rows = [(role, *_card(card)) for role, card in cards.items() if card is not None]
     return _table("Models", columns, rows)
@@ -142,7 +143,7 @@ def _table(title: str, columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]
 
 
 def _cache_bytes(manifest: Manifest) -> int:
-    cards = [card for card in (manifest.target, manifest.draft) if card is not None]
+    cards = [card for card in (manifest.target, manifest.draft_model) if card is not None]
     return sum(card.cache.bytes(manifest.limits.max_batch) for card in cards)
 
 

@@ -77,17 +77,19 @@ def _encoded(text: Text, prompt: Prompt) -> list[int]:
 
 
 def _accept_some(rounds: Rounds, prompt: list[int], manifest: Manifest, uniforms: Any) -> list[int]:
-    """One draft a round behind `prompt`: for each whether it was accepted, up to an end token."""
+    """One draft a round behind `prompt`, up to an end token: for each whether it was accepted."""
     found: list[int] = []
     tokens = [t % manifest.target.vocab_size for t in prompt]
     most = manifest.limits.max_context - ACCEPTANCE_ROUNDS * 2 - 2
     if not tokens or len(tokens) > most:
         return found
     tokens += rounds.prefill(tokens, uniforms).tokens
-    while len(found) < ACCEPTANCE_ROUNDS and tokens[-1] not in manifest.eos_token_ids:
+    for _ in range(ACCEPTANCE_ROUNDS):
+        if tokens[-1] in manifest.eos_token_ids:
+            break
         outcome = rounds.run(tokens, 1, uniforms)
         tokens += outcome.tokens
-        found.append(outcome.num_accepted)
+        found += [outcome.num_accepted] if outcome.num_drafted else []
     return found
 
 

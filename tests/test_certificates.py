@@ -279,3 +279,23 @@ def test_penalties_make_a_difference_here() -> None:
     penalised = LawCase(name="penalised", params=PENALISED)
     one, other = (law.round_law(case, world, graphs) for case in (plain, penalised))
     assert law.total_variation(one, other) > 0.05
+
+
+def test_a_token_at_a_cuts_edge_is_told_from_one_beyond_it(bundle: Bundle) -> None:
+    """With the k-th token nearer than the noise, a row among others may keep the next one."""
+    rows = _rows(bundle)
+    params = frequency.SAMPLINGS["top_k"]
+    falling = np.argsort(-rows.behind(PROMPT))
+    logits = rows.behind(PROMPT)
+    gap = float(logits[falling[2]] - logits[falling[3]])
+    outcome = (int(falling[3]), *_likeliest(rows, int(falling[3])))
+    counts = Counter({outcome: 2})
+    near = [frequency._near_edge(counts, rows, PROMPT, params, gap * f) for f in (0.9, 1.1)]
+    assert near == [0, 2]
+
+
+def _likeliest(rows: TargetRows, first: int) -> list[int]:
+    tokens = [first]
+    while len(tokens) < frequency.TOKENS:
+        tokens.append(int(rows.behind([*PROMPT, *tokens]).argmax()))
+    return tokens[1:]

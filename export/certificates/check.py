@@ -36,7 +36,7 @@ class Effort:
     """How much is tried: greedy prompts, and sampled answers for each sampling."""
 
     prompts: int = 200
-    samples: int = 500
+    samples: int = 300
 
     def __post_init__(self) -> None:
         for name, least in (("prompts", 1), ("samples", 50)):
@@ -73,14 +73,19 @@ def _certificates(bundle: Bundle, effort: Effort, progress: Progress) -> Iterato
     )
     prompts = greedy_prompts(bundle, effort.prompts)
     k = min(2, limits.max_draft_tokens)
-    yield greedy.certify(
+    of_greedy = greedy.certify(
         rows, prompts, k, lambda done: progress(f"greedy: {done} of {len(prompts)} prompts")
     )
+    yield of_greedy
     with Decoder.load(bundle.path, verify=False, spin=False) as decoder:
         yield frequency.certify(
-            decoder, rows, sampled_prompt(bundle), effort.samples,
+            decoder,
+            rows,
+            sampled_prompt(bundle),
+            effort.samples,
             lambda text: progress(f"frequency: {text}"),
-        )  # fmt: skip
+            noise=of_greedy.figures["noise"],
+        )
 
 
 def greedy_prompts(bundle: Bundle, count: int) -> list[list[int]]:

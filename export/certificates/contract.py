@@ -46,8 +46,8 @@ def _vocabulary(bundle: Bundle) -> Found:
         for name, size in sizes.items()
         if size != figures["vocab_size"]
     ]
-    if bundle.manifest.draft is not None:
-        figures["draft_vocab_size"] = bundle.manifest.draft.vocab_size
+    if bundle.manifest.draft_model is not None:
+        figures["draft_vocab_size"] = bundle.manifest.draft_vocab_size
         q = _axis(bundle.model_path("draft"), "draft_step_probs")
         read = _axis(bundle.model_path("accept"), "draft_probs", of_input=True)
         if not q == read == figures["draft_vocab_size"]:
@@ -72,7 +72,7 @@ def _map(bundle: Bundle) -> Found:
 
 def _hidden_size(bundle: Bundle) -> Found:
     """A draft that borrows the target's embedding reads rows of its width."""
-    if bundle.manifest.draft is None:
+    if bundle.manifest.draft_model is None:
         return {}, []
     target, draft = (
         _shared_tables(bundle.model_path("target")), _shared_tables(bundle.model_path("draft"))

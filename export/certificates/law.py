@@ -63,7 +63,7 @@ def _worlds(bundle: Bundle) -> Iterator[tuple[str, World, RoundGraphs]]:
 def few_tokens(bundle: Bundle) -> tuple[World, Places]:
     """Four tokens spread over the bundle's vocabulary, one of them not the draft's if any isn't."""
     vocab = bundle.manifest.target.vocab_size
-    draft_vocab = bundle.manifest.draft.vocab_size if bundle.manifest.draft else vocab
+    draft_vocab = bundle.manifest.draft_vocab_size
     ids = np.arange(draft_vocab) + (0 if bundle.d2t is None else bundle.d2t)
     ids = ids[ids < vocab]
     columns = [0, len(ids) // 3, len(ids) - 1]

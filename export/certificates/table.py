@@ -35,6 +35,7 @@ def _frequency(figures: Figures) -> str:
         f"{name}: {one['samples']} answers, chi-square {one['chi_square']:.1f} over "
         f"{one['cells']} outcomes (limit {one['limit']:.1f}, false alarm {one['false_alarm']:.0e}),"
         f" total variation {one['total_variation']:.3f}"
+        + (f", {one['near_edge']} at a cut's edge" if one["near_edge"] else "")
         for name, one in figures.items()
     )
 
