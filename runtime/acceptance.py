@@ -22,7 +22,7 @@ class Acceptance(Protocol):
 
     @property
     def needs_drafts(self) -> bool:
-        """Whether it learns from drafts alone: a planner that drafts none then tries one at times."""
+        """Whether drafts alone teach it anything: a planner that drafts none must try one."""
 
     def reached(self, offer: Offer) -> list[float]:
         """For each k ≥ 1 up to the offer's: the chance that its first k drafts are accepted."""

@@ -89,7 +89,7 @@ def _read_manifest(path: Path) -> Manifest:
 
 
 def _check_contents(manifest: Manifest) -> None:
-    required = [*_REQUIRED, *(["onnx/draft.onnx"] if manifest.draft else [])]
+    required = [*_REQUIRED, *(["onnx/draft.onnx"] if manifest.draft_model else [])]
     missing = [name for name in required if name not in manifest.files]
     if missing:
         raise BundleError(f"bundle: files missing: {missing}; rebuild the bundle.")
@@ -104,7 +104,7 @@ def _check_contents(manifest: Manifest) -> None:
 
 def _check_caches(manifest: Manifest) -> None:
     """The target's cache holds the context; a draft's may be shorter, but hold a round."""
-    limits, draft = manifest.limits, manifest.draft
+    limits, draft = manifest.limits, manifest.draft_model
     _check_rows(manifest.target, limits.max_context, limits.max_context)
     if draft is not None:
         _check_rows(draft, min(2 * limits.max_draft_tokens, limits.max_context), limits.max_context)
@@ -176,7 +176,7 @@ def _read_map(path: Path, manifest: Manifest) -> Int64Array | None:
         d2t: Int64Array = np.load(path / "d2t.npy", allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
         raise BundleError(f"d2t.npy: {error}; rebuild the bundle.") from error
-    _check_map(d2t, manifest.draft, manifest.target.vocab_size)
+    _check_map(d2t, manifest.draft_model, manifest.target.vocab_size)
     return d2t
 
 

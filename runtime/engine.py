@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from .accept import AcceptStep
 from .buffers import RoundBuffers
-from .contract import GraphSpec, accept_graph, draft_graph, target_graph
-from .draft_model import DraftModel
+from .contract import GraphSpec, accept_graph, target_graph
+from .drafters import load_drafter
 from .errors import EngineError
 from .executor import EngineOptions, Executor
 from .manifest import Manifest
@@ -17,23 +18,20 @@ from .target import TargetStep
 
 
 def load_rounds(path: Path, manifest: Manifest, options: EngineOptions) -> Rounds:
-    """Open `onnx/{target,draft,accept}.onnx` below `path` for one sequence at a time."""
-    target_card, draft_card = manifest.target, manifest.draft
-    vocab = target_card.vocab_size
-    draft_vocab = draft_card.vocab_size if draft_card else vocab
-    buffers = RoundBuffers(manifest.limits.max_draft_tokens, vocab, draft_vocab)
-    target = _open(path, "target", target_graph(target_card.cache), options, {"vocab": vocab})
-    sizes = {"vocab": vocab, "draft_vocab": draft_vocab}
+    """Open the graphs below `path`/onnx for one sequence at a time."""
+    card, vocab = manifest.target, manifest.target.vocab_size
+    sizes = {"vocab": vocab, "draft_vocab": manifest.draft_vocab_size}
+    buffers = RoundBuffers(manifest.limits.max_draft_tokens, vocab, manifest.draft_vocab_size)
+    target = _open(path, "target", target_graph(card.cache), options, {"vocab": vocab})
     # Accept reads one row but for a few values: a worker would cost more than it does.
     accept = _open(path, "accept", accept_graph(), replace(options, threads=1), sizes)
     drafter = None
-    if draft_card:
-        spec = draft_graph(draft_card.cache)
-        executor = _open(path, "draft", spec, options, sizes)
-        drafter = DraftModel(executor, draft_card.cache, buffers)
+    if manifest.draft:
+        open_graph = partial(_open, path, options=options, sizes=sizes)
+        drafter = load_drafter(manifest.draft, open_graph, buffers)
     return Rounds(
         buffers,
-        TargetStep(target, target_card.cache, buffers),
+        TargetStep(target, card.cache, buffers),
         drafter,
         AcceptStep(accept, buffers),
     )

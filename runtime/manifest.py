@@ -11,12 +11,13 @@ import json
 import types
 import typing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from .contract import CacheSpec
 from .errors import BundleError
 
 SCHEMA = 2
+MOST_NGRAM = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +53,47 @@ class ModelCard:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ModelDraft:
+    """A model: `onnx/draft.onnx`, and `d2t.npy` where its vocabulary is trimmed."""
+
+    kind: Literal["model"] = "model"
+    card: ModelCard
+
+    @property
+    def name(self) -> str:
+        return self.card.name
+
+    @property
+    def precision(self) -> str:
+        return self.card.precision
+
+
+@dataclass(frozen=True, kw_only=True)
+class NgramDraft:
+    """Lookup of the text's last min_ngram to max_ngram tokens in itself; nothing on disk."""
+
+    kind: Literal["ngram"] = "ngram"
+    min_ngram: int
+    max_ngram: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_ngram <= self.max_ngram <= MOST_NGRAM:
+            received = f"n-grams of {self.min_ngram} to {self.max_ngram} tokens"
+            raise _unfit("draft", received, f"1 ≤ min_ngram ≤ max_ngram ≤ {MOST_NGRAM}")
+
+    @property
+    def name(self) -> str:
+        return f"ngram of {self.min_ngram} to {self.max_ngram} tokens"
+
+    @property
+    def precision(self) -> str:
+        return "none"
+
+
+DraftCard = ModelDraft | NgramDraft  # told apart by `kind`; `drafters.py` loads each
+
+
+@dataclass(frozen=True, kw_only=True)
 class Gate:
     """One check that the build made: figures are measured, limits are what they were held to."""
 
@@ -73,13 +115,23 @@ class Manifest:
     versions: dict[str, str]  # outrider, onnxruntime, torch, transformers, …
     backend: str  # onnxruntime
     target: ModelCard
-    draft: ModelCard | None
+    draft: DraftCard | None
     limits: Limits
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     tokenizer_sha256: str
     gates: tuple[Gate, ...]
     files: dict[str, FileRecord]  # relative POSIX path → record; all files but the manifest
+
+    @property
+    def draft_model(self) -> ModelCard | None:
+        """The draft's model, where the draft is one."""
+        return self.draft.card if isinstance(self.draft, ModelDraft) else None
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """Width of q: the draft model's vocabulary, else the target's."""
+        return (self.draft_model or self.target).vocab_size
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=1, ensure_ascii=False) + "\n"
@@ -105,6 +157,8 @@ def _read(kind: Any, raw: Any, where: str) -> Any:
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         return _read_union(args, raw, where)
+    if origin is Literal and raw in args:
+        return raw
     if origin is tuple and isinstance(raw, list):
         return tuple(_read(args[0], item, f"{where}[{i}]") for i, item in enumerate(raw))
     if origin is dict and isinstance(raw, dict):
@@ -119,13 +173,28 @@ def _read(kind: Any, raw: Any, where: str) -> Any:
 def _read_union(options: tuple[Any, ...], raw: Any, where: str) -> Any:
     if raw is None and types.NoneType in options:
         return None
+    options = tuple(option for option in options if option is not types.NoneType)
+    if all(map(dataclasses.is_dataclass, options)):
+        return _read(_named(options, raw, where), raw, where)
     for option in options:
-        if option is not types.NoneType:
-            try:
-                return _read(option, raw, where)
-            except BundleError as error:
-                last = error
+        try:
+            return _read(option, raw, where)
+        except BundleError as error:
+            last = error
     raise last
+
+
+def _named(options: tuple[Any, ...], raw: Any, where: str) -> Any:
+    """The dataclass that `raw` names by its `kind`."""
+    kind = raw.get("kind") if isinstance(raw, dict) else raw
+    found = [option for option in options if option.kind == kind]
+    if not found:
+        known = ", ".join(option.kind for option in options)
+        raise BundleError(
+            f"manifest.json: {where}.kind: received {kind!r}. Expected one of {known}; rebuild the "
+            "bundle with this version, or install the version that built it."
+        )
+    return found[0]
 
 
 def _read_dataclass(kind: type, raw: Any, where: str) -> Any:

@@ -24,7 +24,16 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from export.accept_graph import accept_model
 from export.draft_tail import append_draft_sampling
 from runtime.contract import CacheSpec
-from runtime.manifest import SCHEMA, FileRecord, Limits, Manifest, ModelCard
+from runtime.manifest import (
+    SCHEMA,
+    DraftCard,
+    FileRecord,
+    Limits,
+    Manifest,
+    ModelCard,
+    ModelDraft,
+    NgramDraft,
+)
 from runtime.reference import accept, draft_sample
 from runtime.sampling import SamplingParams
 from runtime.uniforms import ACCEPT, DRAFT, DRAW, uniform_table
@@ -177,7 +186,7 @@ CHAT_TEMPLATE = """{% for m in messages %}<bos>{{ m['role'] }}
 def write_bundle(
     path: Path,
     table: NDArray[Any],
-    draft: NDArray[Any] | None,
+    draft: NDArray[Any] | NgramDraft | None,
     *,
     context: int = 96,
     max_draft_tokens: int = 4,
@@ -190,10 +199,10 @@ def write_bundle(
     (path / "onnx").mkdir(parents=True)
     save_target(path / "onnx" / "target.onnx", table, context)
     ir.save(
-        accept_model(vocab, d2t, draft_vocab_size=None if draft is None else draft.shape[1]),
+        accept_model(vocab, d2t, draft_vocab_size=_draft_vocab(draft)),
         path / "onnx" / "accept.onnx",
     )
-    if draft is not None:
+    if isinstance(draft, np.ndarray):
         save_draft(path / "onnx" / "draft.onnx", draft, context, d2t, vocab)
     byte_tokenizer(max(vocab, VOCAB)).save(str(path / "tokenizer.json"))
     (path / "chat_template.jinja").write_text(CHAT_TEMPLATE)
@@ -205,7 +214,7 @@ def write_bundle(
         max_context=context,
         max_draft_tokens=max_draft_tokens if draft is not None else 0,
     )
-    manifest = _manifest(path, vocab, None if draft is None else draft.shape[1], limits, eos)
+    manifest = _manifest(path, vocab, draft, limits, eos)
     (path / "manifest.json").write_text(manifest.to_json())
     if latency:
         (path / "reports").mkdir()
@@ -213,8 +222,23 @@ def write_bundle(
     return path
 
 
+def _draft_vocab(draft: NDArray[Any] | NgramDraft | None) -> int | None:
+    """Of a draft model; None where q is over the target's tokens."""
+    return draft.shape[1] if isinstance(draft, np.ndarray) else None
+
+
+def _draft_card(draft: NDArray[Any] | NgramDraft | None, target: ModelCard) -> DraftCard | None:
+    if isinstance(draft, np.ndarray):
+        return ModelDraft(card=replace(target, vocab_size=draft.shape[1]))
+    return draft
+
+
 def _manifest(
-    path: Path, vocab: int, draft_vocab: int | None, limits: Limits, eos: tuple[int, ...]
+    path: Path,
+    vocab: int,
+    draft: NDArray[Any] | NgramDraft | None,
+    limits: Limits,
+    eos: tuple[int, ...],
 ) -> Manifest:
     files = {p.relative_to(path).as_posix(): _record(p) for p in path.rglob("*") if p.is_file()}
     card = ModelCard(
@@ -232,7 +256,7 @@ def _manifest(
         versions={},
         backend="onnxruntime",
         target=card,
-        draft=replace(card, vocab_size=draft_vocab) if draft_vocab else None,
+        draft=_draft_card(draft, card),
         limits=limits,
         eos_token_ids=eos,
         bos_token_id=None,

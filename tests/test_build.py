@@ -174,8 +174,8 @@ def test_another_seed_gives_other_tokens(int4: Decoder) -> None:
 def test_a_draft_with_fewer_positions_drafts_past_them(fp32: Decoder, fp32_bundle: Path) -> None:
     """Its cache starts anew when it is full; the target's holds the whole context."""
     manifest = Bundle.load(fp32_bundle).manifest
-    assert manifest.draft is not None
-    assert manifest.draft.cache.max_context == DRAFT_POSITIONS
+    assert manifest.draft_model is not None
+    assert manifest.draft_model.cache.max_context == DRAFT_POSITIONS
     assert manifest.limits.max_context == manifest.target.cache.max_context == POSITIONS
     params = SamplingParams(ignore_eos=True)
     prompt = PROMPTS[0]

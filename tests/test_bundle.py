@@ -24,7 +24,16 @@ from runtime.bundle import Bundle
 from runtime.bundle_files import record_files
 from runtime.contract import CacheSpec
 from runtime.errors import BuildError, BundleError
-from runtime.manifest import SCHEMA, FileRecord, Gate, Limits, Manifest, ModelCard
+from runtime.manifest import (
+    SCHEMA,
+    FileRecord,
+    Gate,
+    Limits,
+    Manifest,
+    ModelCard,
+    ModelDraft,
+    NgramDraft,
+)
 
 VOCAB, DRAFT_VOCAB, CONTEXT = 50, 6, 64
 D2T = np.array([0, 2, 2, 5, 9, 40])
@@ -56,7 +65,7 @@ def manifest(files: dict[str, FileRecord]) -> Manifest:
         versions={"outrider": "0.1.0", "onnxruntime": "1.20.0"},
         backend="onnxruntime",
         target=card("target", VOCAB),
-        draft=card("draft", DRAFT_VOCAB),
+        draft=ModelDraft(card=card("draft", DRAFT_VOCAB)),
         limits=Limits(max_batch=2, max_context=CONTEXT, max_draft_tokens=4),
         eos_token_ids=(2,),
         bos_token_id=1,
@@ -271,7 +280,11 @@ def test_a_fifo_does_not_hang_the_loader(bundle: Path) -> None:
         (lambda m: replace(m, versions={"onnxruntime": "999.0.1"}), r"Expected 999\.0\.1 or newer"),
         (lambda m: replace(m, versions={"onnxruntime": "one"}), "'one'"),
         (lambda m: replace(m, tokenizer_sha256="0"), "tokenizer"),
-        (lambda m: replace(m, draft=card("draft", DRAFT_VOCAB + 1)), r"d2t\.npy.*\[7\]"),
+        (
+            lambda m: replace(m, draft=ModelDraft(card=card("draft", DRAFT_VOCAB + 1))),
+            r"d2t\.npy.*\[7\]",
+        ),
+        (lambda m: replace(m, draft=NgramDraft(min_ngram=2, max_ngram=4)), r"d2t\.npy.*\[0\]"),
         (lambda m: replace(m, target=card("target", 40)), "below 40"),
         (
             lambda m: replace(m, limits=Limits(max_batch=1, max_context=32, max_draft_tokens=1)),
@@ -290,9 +303,9 @@ def test_manifests_that_do_not_fit(
 
 
 def with_draft_cache(given: Manifest, rows: int) -> Manifest:
-    assert given.draft is not None
-    cache = replace(given.draft.cache, max_context=rows)
-    return replace(given, draft=replace(given.draft, cache=cache))
+    assert given.draft_model is not None
+    cache = replace(given.draft_model.cache, max_context=rows)
+    return replace(given, draft=ModelDraft(card=replace(given.draft_model, cache=cache)))
 
 
 def test_a_draft_may_know_less_context(bundle: Path) -> None:

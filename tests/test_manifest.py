@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,17 @@ from hypothesis import strategies as st
 
 from runtime.contract import CacheSpec
 from runtime.errors import BundleError
-from runtime.manifest import SCHEMA, FileRecord, Gate, Limits, Manifest, ModelCard
+from runtime.manifest import (
+    MOST_NGRAM,
+    SCHEMA,
+    FileRecord,
+    Gate,
+    Limits,
+    Manifest,
+    ModelCard,
+    ModelDraft,
+    NgramDraft,
+)
 
 TEXT = st.text(max_size=20)
 COUNT = st.integers(1, 2**20)
@@ -29,6 +40,9 @@ CARDS = st.builds(
     vocab_size=COUNT,
     cache=CACHES,
 )
+NGRAMS = st.tuples(st.integers(1, MOST_NGRAM), st.integers(1, MOST_NGRAM)).map(
+    lambda bounds: NgramDraft(min_ngram=min(bounds), max_ngram=max(bounds))
+)
 GATES = st.builds(
     Gate, name=TEXT, status=TEXT, reason=TEXT, figures=st.dictionaries(TEXT, FIGURE, max_size=3)
 )
@@ -38,7 +52,7 @@ MANIFESTS = st.builds(
     versions=st.dictionaries(TEXT, TEXT, max_size=3),
     backend=TEXT,
     target=CARDS,
-    draft=st.none() | CARDS,
+    draft=st.none() | st.builds(ModelDraft, card=CARDS) | NGRAMS,
     limits=st.builds(
         Limits,
         max_batch=COUNT,
@@ -65,8 +79,8 @@ EXAMPLE = Manifest(
         vocab_size=10,
         cache=CacheSpec(layers=1, kv_heads=1, head_dim=2, max_context=8),
     ),
-    draft=None,
-    limits=Limits(max_batch=1, max_context=8, max_draft_tokens=0),
+    draft=NgramDraft(min_ngram=2, max_ngram=4),
+    limits=Limits(max_batch=1, max_context=8, max_draft_tokens=2),
     eos_token_ids=(1,),
     bos_token_id=None,
     tokenizer_sha256="0",
@@ -142,3 +156,24 @@ def test_senseless_limits_are_refused(limits: dict[str, int]) -> None:
     raw = RAW | {"limits": limits}
     with pytest.raises(BundleError, match="limits"):
         Manifest.from_json(json.dumps(raw))
+
+
+@pytest.mark.parametrize("kind", ["medusa", "", None, 3, ["ngram"], {"ngram": 1}])
+def test_an_unknown_kind_of_drafter_is_refused(kind: Any) -> None:
+    raw = RAW | {"draft": RAW["draft"] | {"kind": kind}}
+    with pytest.raises(BundleError, match=r"draft\.kind.*Expected one of model, ngram"):
+        Manifest.from_json(json.dumps(raw))
+
+
+@pytest.mark.parametrize(("least", "most"), [(0, 3), (4, 3), (2, MOST_NGRAM + 1)])
+def test_senseless_bounds_of_a_lookup_are_refused(least: int, most: int) -> None:
+    raw = RAW | {"draft": {"kind": "ngram", "min_ngram": least, "max_ngram": most}}
+    with pytest.raises(BundleError, match="min_ngram"):
+        Manifest.from_json(json.dumps(raw))
+
+
+def test_the_width_of_q() -> None:
+    """A draft model's own vocabulary; a lookup proposes any of the target's tokens."""
+    model = ModelDraft(card=replace(EXAMPLE.target, vocab_size=6))
+    assert EXAMPLE.draft_vocab_size == 10
+    assert replace(EXAMPLE, draft=model).draft_vocab_size == 6

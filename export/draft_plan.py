@@ -1,0 +1,38 @@
+"""What a build asks of a drafter, whatever its kind: open and check, write, put through gates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from engines.external_data import WeightStore
+from runtime.manifest import DraftCard, Gate
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrittenDraft:
+    """What of a drafter is in the bundle now."""
+
+    card: DraftCard
+    vocab_size: int | None = None  # of q; None: the target's
+    d2t: np.ndarray | None = None  # [vocab_size]: target id = i + d2t[i]; None: equal ids
+    gates: Callable[[Sequence[int]], list[Gate]]  # tokens of a text → checks of what was written
+
+
+class DraftPlan(Protocol):
+    """A drafter that was checked against its target before anything slow is done."""
+
+    @property
+    def name(self) -> str:
+        """As progress names it."""
+
+    @property
+    def context(self) -> int:
+        """Tokens that it remembers, at most the target's; bounds how many it may draft."""
+
+    def write(self, onnx: Path, store: WeightStore, *, target_vocab: int) -> WrittenDraft:
+        """Write its graphs, if it has any, below `onnx`. Raises BuildError."""

@@ -1,0 +1,55 @@
+"""Every kind of drafter that a build knows, by what `--draft` says.
+
+A new kind is a case here, and in runtime/drafters.py, which loads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from runtime.errors import BuildError
+
+from .checkpoint import Checkpoint
+from .draft_plan import DraftPlan
+from .model_draft import ModelDraftPlan
+from .ngram_draft import NgramDraftPlan
+from .precision import precision
+
+NGRAM = "ngram"  # a directory of that name is ./ngram
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftRequest:
+    """`--draft` and the options that shape it; None where they weren't given."""
+
+    source: str | None
+    precision: str | None
+    min_ngram: int | None
+    max_ngram: int | None
+
+
+def open_drafter(
+    request: DraftRequest, target: Checkpoint, *, context: int, target_precision: str
+) -> DraftPlan | None:
+    """Check a drafter against its target, whose context is `context`; None where none is asked for.
+
+    Raises CheckpointError, and BuildError for an option that another kind of drafter takes.
+    """
+    bounds = {"--min-ngram": request.min_ngram, "--max-ngram": request.max_ngram}
+    if request.source == NGRAM:
+        _refuse({"--draft-precision": request.precision}, "a draft model: a lookup has no weights")
+        return NgramDraftPlan.of(
+            min_ngram=request.min_ngram, max_ngram=request.max_ngram, context=context
+        )
+    _refuse(bounds, f"--draft {NGRAM}, which alone has such bounds")
+    if request.source is None:
+        return None
+    chosen = precision(request.precision or target_precision, "--draft-precision")
+    return ModelDraftPlan.open(request.source, target, target_context=context, precision=chosen)
+
+
+def _refuse(options: Mapping[str, object], expected: str) -> None:
+    given = [f"{flag} {value}" for flag, value in options.items() if value is not None]
+    if given:
+        raise BuildError(f"{given[0]}: received it without its drafter. Expected {expected}.")

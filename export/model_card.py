@@ -1,0 +1,22 @@
+"""What the manifest says of a model that was built from a checkpoint."""
+
+from __future__ import annotations
+
+from runtime.manifest import ModelCard
+
+from .checkpoint import Checkpoint
+from .graphs import WrittenGraph
+from .precision import Precision
+
+
+def model_card(checkpoint: Checkpoint, graph: WrittenGraph, precision: Precision) -> ModelCard:
+    return ModelCard(
+        name=checkpoint.name,
+        model_type=checkpoint.config.model_type,
+        revision=checkpoint.revision,
+        sha256=checkpoint.sha256(),
+        parameters=checkpoint.parameters,
+        precision=precision.name,
+        vocab_size=graph.vocab_size,
+        cache=graph.cache,
+    )

@@ -1,0 +1,81 @@
+"""A draft model on its way into a bundle: one graph with its own cache and sampling inside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+
+from engines.external_data import WeightStore
+from runtime.manifest import Gate, ModelCard, ModelDraft
+
+from . import gates
+from .checkpoint import Checkpoint
+from .draft import Draft, open_draft
+from .draft_plan import WrittenDraft
+from .features import refuse_unproven, refuse_unsupported
+from .gate_graph import DraftGateGraph
+from .graphs import WrittenGraph, write_draft
+from .limits import draft_context
+from .model_card import model_card
+from .precision import Precision
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelDraftPlan:
+    """`context`: rows of its cache; the model may know fewer positions than the target."""
+
+    draft: Draft
+    precision: Precision
+    context: int
+
+    @classmethod
+    def open(
+        cls, source: str, target: Checkpoint, *, target_context: int, precision: Precision
+    ) -> Self:
+        """Raises CheckpointError where it doesn't fit the target, BuildError for its context."""
+        draft = open_draft(source, target)
+        checkpoint = draft.checkpoint
+        context = draft_context(target_context, checkpoint.config, checkpoint.name)
+        refuse_unsupported(checkpoint.config, context)
+        refuse_unproven(checkpoint.config, checkpoint.eager_bytes(), gates.available_bytes())
+        return cls(draft=draft, precision=precision, context=context)
+
+    @property
+    def name(self) -> str:
+        return f"{self.draft.checkpoint.name}, {self.precision.name}"
+
+    def write(self, onnx: Path, store: WeightStore, *, target_vocab: int) -> WrittenDraft:
+        graph = write_draft(
+            self.draft, self.precision, self.context, store, target_vocab=target_vocab
+        )
+        return WrittenDraft(
+            card=ModelDraft(card=self._card(graph)),
+            vocab_size=graph.vocab_size,
+            d2t=self.draft.d2t,
+            gates=lambda tokens: [self._parity(graph, onnx / "draft.onnx", tokens)],
+        )
+
+    def _card(self, graph: WrittenGraph) -> ModelCard:
+        return model_card(self.draft.checkpoint, graph, self.precision)
+
+    def _parity(self, written: WrittenGraph, path: Path, tokens: Sequence[int]) -> Gate:
+        tokens = tokens[: self.context]
+
+        def run(graph: Path) -> Callable[[], np.ndarray]:
+            return lambda: DraftGateGraph(graph, written.cache, written.vocab_size).probs(tokens)
+
+        with gates.exact_arithmetic(path) as variant:
+            return gates.parity(
+                "draft parity",
+                run(variant),
+                run(path),
+                self.draft.load_eager,
+                tokens,
+                self.precision,
+                written.rounded,
+                needs_bytes=self.draft.checkpoint.eager_bytes(),
+            )

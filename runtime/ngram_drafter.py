@@ -1,0 +1,78 @@
+"""Prompt lookup as a drafter: what followed the text's last tokens when they stood there before.
+
+It needs no engine. q is one-hot, the draft's certain choice, so the rule that accepts and the draw
+of a recovered token are the same as for a model, and exact under sampling, too.
+
+Invariant: of `draft_probs` only the cells of the last proposal, `_hot`, differ from zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import perf_counter
+
+from .acceptance import Acceptance, AcceptanceBySupport
+from .buffers import RoundBuffers
+from .constraint import Constraint
+from .drafter import Proposal
+from .ngram_index import Match, NgramIndex
+from .offer import NO_OFFER, Offer
+
+
+class NgramDrafter:
+    """Proposes from an index of the committed tokens."""
+
+    def __init__(self, index: NgramIndex, buffers: RoundBuffers) -> None:
+        self._index = index
+        self._buffers = buffers
+        self._hot: list[int] = []  # the token of each row of q
+
+    @property
+    def length(self) -> int:
+        return self._index.length
+
+    def acceptance(self, measured: float | None) -> Acceptance:
+        return AcceptanceBySupport()
+
+    def offer(self, tokens: Sequence[int], most: int) -> Offer:
+        """What stands behind the latest place of the longest ending.
+
+        A place nearer than `most` tokens is a text that repeats: it is taken to go on doing so.
+        """
+        match = self._find(tokens)
+        if match is None:
+            return NO_OFFER
+        end, period = match.end, len(tokens) - match.end
+        drafts = [tokens[end + i % period] for i in range(most)]
+        support = list(range(match.length, match.length + most))
+        if match.disputed:
+            support[0] = 0  # who says that it's this time's?
+        return Offer(num_tokens=most, tokens=drafts, support=support)
+
+    def propose(self, tokens: Sequence[int], k: int, constraint: Constraint) -> Proposal:
+        start = perf_counter()
+        self._clear()
+        for token in self.offer(tokens, k).tokens:
+            if not constraint.open_row(len(self._hot)) or not constraint.drafted(token):
+                break
+            self._write(token)
+        return Proposal(num_drafted=len(self._hot), seconds=perf_counter() - start)
+
+    def rollback(self, length: int) -> None:
+        self._index.rollback(length)
+
+    def _find(self, tokens: Sequence[int]) -> Match | None:
+        self._index.extend(tokens[self._index.length :])
+        return self._index.find()
+
+    def _write(self, token: int) -> None:
+        row = len(self._hot)
+        self._buffers.block[0, 2 + row] = token
+        self._buffers.draft_probs[0, row, token] = 1.0
+        self._hot.append(token)
+
+    def _clear(self) -> None:
+        """Zero what was set: a whole row of q is as long as the vocabulary."""
+        for row, token in enumerate(self._hot):
+            self._buffers.draft_probs[0, row, token] = 0.0
+        self._hot.clear()
