@@ -148,7 +148,7 @@ class DraftGraph:
     """
 
     def __init__(self, bundle: Bundle, options: EngineOptions) -> None:
-        card, vocab = bundle.manifest.draft, bundle.manifest.target.vocab_size
+        card, vocab = bundle.manifest.draft_model, bundle.manifest.target.vocab_size
         assert card is not None  # sides without a draft are refused before
         self._size = card.vocab_size
         self._path = bundle.path

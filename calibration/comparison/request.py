@@ -51,7 +51,7 @@ def room(request: Request) -> int:
 
 def window(request: Request) -> int:
     """Tokens of a prompt that both drafts have room for."""
-    cards = [side.manifest.draft for side in (request.reference, request.bundle)]
+    cards = [side.manifest.draft_model for side in (request.reference, request.bundle)]
     rows = min(card.cache.max_context for card in cards if card is not None)
     return rows - _rows_behind(request.settings)
 

@@ -111,8 +111,8 @@ def check_comparable(reference: Bundle, bundle: Bundle) -> None:
             "bundles of one checkpoint."
         )
     for side in (bundle, reference):
-        if side.manifest.draft is None:
+        if side.manifest.draft_model is None:
             raise BundleError(
-                f"{side.path}: received a bundle without a draft. Expected a target and a draft, "
-                "whose acceptance can be compared; rebuild it with --draft."
+                f"{side.path}: received a bundle without a draft model. Expected a target and a "
+                "draft, whose acceptance can be compared; rebuild it with --draft DIR."
             )
