@@ -10,8 +10,9 @@ adjusted by the committed counts once, and the drafted tokens' own logits are th
 row. Invariant: a value written for a drafted token depends on its id and its row alone, so writing
 it twice, for a token drafted twice, writes the same.
 
-The order and the arithmetic are Hugging Face's (repetition) and the OpenAI API's (presence,
-frequency, bias); presence and frequency count generated tokens, repetition the prompt's too.
+The arithmetic is Hugging Face's (repetition) and the OpenAI API's (presence, frequency, bias);
+presence and frequency count generated tokens, repetition the prompt's too. In one thing the order is
+not that of Hugging Face's `generate`, which adds a sequence bias before it penalises repetition.
 """
 
 from __future__ import annotations
