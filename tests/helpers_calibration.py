@@ -43,6 +43,8 @@ def write_prompts(path: Path, count: int = 6) -> Path:
 
 def run_compare(*arguments: object) -> dict[str, Any]:
     done = CliRunner().invoke(app, ["compare", *map(str, arguments), "--json"])
+    if done.exception:
+        raise done.exception
     assert done.exit_code == 0, done.output
     return json.loads(done.stdout.strip().splitlines()[-1])
 
@@ -67,12 +69,12 @@ def altered(bundle: Path, out: Path, change: Callable[[Path], None]) -> Path:
 
 
 def changed_tensor(
-    name: str, dtype: type, change: Callable[[np.ndarray], np.ndarray]
+    name: str, dtype: type, change: Callable[[np.ndarray], np.ndarray], graph: str
 ) -> Callable[[Path], None]:
-    """Rewrite a tensor of the target where it lies in the file, such as one layer's scales."""
+    """Rewrite a tensor of a graph where it lies in the file, such as one layer's scales."""
 
     def apply(folder: Path) -> None:
-        path = folder / "onnx" / "target.onnx"
+        path = folder / "onnx" / f"{graph}.onnx"
         model = onnx.load(path, load_external_data=False)
         (tensor,) = [t for t in model.graph.initializer if t.name == name]
         if tensor.data_location != onnx.TensorProto.EXTERNAL:  # a small one

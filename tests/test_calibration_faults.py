@@ -19,7 +19,7 @@ from helpers_calibration import (
 from helpers_runtime import VOCAB, write_bundle
 
 from calibration.comparison.graphs import TargetGraph
-from calibration.comparison.open_graph import OpenGraph
+from calibration.comparison.open_graph import Model, OpenGraph
 from runtime.bundle import Bundle
 from runtime.executor import EngineOptions
 
@@ -52,35 +52,43 @@ def test_int4_against_fp32_moves_every_layer_a_little(
     layers = result["layers"]["layers"]
     assert len(layers) == 2 * 4 + 2  # of each: qkv, o, gate and up, down; embedding and head
     assert all(layer["kl"] > 0 and layer["weight_error"] < 0.2 for layer in layers)
-    assert not [text for text in result["findings"] if text.startswith("layer ")]
+    assert not [text for text in result["findings"] if " layer " in text]
+    drafts = result["draft_layers"]["layers"]
+    assert len(drafts) == 4 + 2
+    assert all(layer["kl"] > 0 and layer["weight_error"] < 0.2 for layer in drafts)
 
 
 def test_int4_against_itself_moves_no_layer(folder: Path, int4_bundle: Path, prompts: Path) -> None:
     result = compared(folder, int4_bundle, int4_bundle, prompts)
     assert len(result["layers"]["layers"]) == 10
-    assert all(layer["kl"] == 0 == layer["weight_error"] for layer in result["layers"]["layers"])
+    layers = [*result["layers"]["layers"], *result["draft_layers"]["layers"]]
+    assert all(layer["kl"] == 0 == layer["weight_error"] for layer in layers)
     assert {cell["drift"]["kl"]["value"] for cell in result["cells"]} == {0.0}
     assert {cell["differences"]["both"]["value"] for cell in result["cells"]} == {0.0}
     assert result["findings"] == []
 
 
+@pytest.mark.parametrize("model", ["target", "draft"])
 def test_one_layer_s_scales_times_4_are_named(
-    folder: Path, fp32_bundle: Path, int4_bundle: Path, prompts: Path
+    folder: Path, fp32_bundle: Path, int4_bundle: Path, prompts: Path, model: str
 ) -> None:
-    fault = changed_tensor(LAYER, np.float32, lambda scales: scales * 4)
-    broken = altered(int4_bundle, folder / "scaled", fault)
+    layer = {"target": "layers.1.mlp.down_proj", "draft": "layers.0.self_attn.o_proj"}[model]
+    scales = f"model.{layer}.weight.scales"
+    fault = changed_tensor(scales, np.float32, lambda scales: scales * 4, model)
+    broken = altered(int4_bundle, folder / f"scaled-{model}", fault)
     result = compared(folder, broken, fp32_bundle, prompts)
-    worst = max(result["layers"]["layers"], key=lambda layer: layer["kl"])
-    assert worst["name"] == "layers.1.mlp.down_proj"
+    layers = result[{"target": "layers", "draft": "draft_layers"}[model]]["layers"]
+    worst = max(layers, key=lambda layer: layer["kl"])
+    assert worst["name"] == layer
     assert worst["weight_error"] == pytest.approx(3, abs=0.3)
-    named = [text for text in result["findings"] if text.startswith("layer ")]
-    assert [text.split(":")[0] for text in named] == ["layer layers.1.mlp.down_proj"]
+    named = [text for text in result["findings"] if " layer " in text]
+    assert [text.split(":")[0] for text in named] == [f"{model} layer {layer}"]
 
 
 def test_weights_that_are_not_finite_name_their_layer(
     folder: Path, fp32_bundle: Path, int4_bundle: Path, prompts: Path
 ) -> None:
-    fault = changed_tensor(LAYER, np.float32, lambda scales: scales * np.nan)
+    fault = changed_tensor(LAYER, np.float32, lambda scales: scales * np.nan, "target")
     broken = altered(int4_bundle, folder / "nan", fault)
     error = failed_compare(
         broken, "--reference", fp32_bundle, "--prompts", prompts, *QUICK, "--out", folder / "none"
@@ -93,9 +101,11 @@ def test_a_head_in_two_bits_is_named(
     folder: Path, fp32_bundle: Path, int4_bundle: Path, prompts: Path
 ) -> None:
     """Codes lose their two lower bits, in both nibbles; the tied embedding shares the bytes."""
-    name = next(n for n in OpenGraph(Bundle.load(int4_bundle)).weights if "lookup" in n)
+    name = next(
+        n for n in OpenGraph(Model.target(Bundle.load(int4_bundle))).weights if "lookup" in n
+    )
     codes = name.removesuffix(" (lookup)") + ".codes"
-    fault = changed_tensor(codes, np.uint8, lambda both: (both & 0b11001100) | 0b00100010)
+    fault = changed_tensor(codes, np.uint8, lambda both: (both & 0b11001100) | 0b00100010, "target")
     broken = altered(int4_bundle, folder / "head", fault)
     result = compared(folder, broken, fp32_bundle, prompts)
     ranked = sorted(result["layers"]["layers"], key=lambda layer: -layer["kl"])
@@ -139,11 +149,16 @@ def test_the_opened_graph_computes_what_the_bundle_s_does(
     """f32: rounding alone. int4: the engine rounds activations to int8, too; this doesn't."""
     bundle = Bundle.load(request.getfixturevalue(f"{precision}_bundle"))
     tokens = list(range(60, 92))
-    opened = OpenGraph(bundle)
+    opened = OpenGraph(Model.target(bundle))
     weights = {name: layer.read() for name, layer in opened.weights.items()}
-    found = opened.opened(EngineOptions(threads=1)).logits(tokens, weights)
+    found = np.zeros((1, len(tokens), opened.model.vocab), np.float32)
+    values = {
+        "input_ids": np.array([tokens], np.int64),
+        "num_logits": np.array(len(tokens), np.int64),
+    }
+    opened.opened(EngineOptions(threads=1)).run(weights, values, {"logits": found})
     expected = TargetGraph(bundle, EngineOptions(threads=1)).rows(tokens)
-    error = np.linalg.norm(found - expected) / np.linalg.norm(expected - expected.mean())
+    error = np.linalg.norm(found[0] - expected) / np.linalg.norm(expected - expected.mean())
     assert error < {"fp32": 1e-5, "int4": 0.1}[precision]
 
 

@@ -56,6 +56,7 @@ def result(folder: Path) -> dict[str, Any]:
         for i, kl in enumerate((0.001, 0.004, 0.002))
     ]
     found["layers"] = {"tokens": 8, "layers": layers, "skipped": ""}
+    found["draft_layers"] = {"tokens": 8, "layers": layers[:2], "skipped": ""}
     return found
 
 
@@ -93,6 +94,7 @@ def test_a_browser_draws_the_figures_to_scale(folder: Path, result: dict[str, An
     assert seen["categories"] == len(result["cells"])
     check_positions(seen["marks"], result)
     check_bars([m for m in seen["marks"] if m["plot"] == "layers"], [0.001, 0.004, 0.002])
+    check_bars([m for m in seen["marks"] if m["plot"] == "draft-layers"], [0.001, 0.004])
     drawn = [m for m in seen["marks"] if m["plot"] == "category-all"]
     values = [c for c in result["cells"] if c["temperature"] == "all"]
     found = {(m["label"], m["series"]): m["value"] for m in drawn}

@@ -1,14 +1,15 @@
-"""Where a target's drift comes from: the reference with one layer's rounded weights at a time.
+"""Where a model's drift comes from: the reference with one layer's rounded weights at a time.
 
-KL of that against the reference as it is says what this layer's rounding costs alone; the sum over
-layers is near the drift of all where each is small.
+The target's law is compared row by row, the draft's q step by step over its own vocabulary. KL of
+that against the reference as it is says what this layer's rounding costs alone; the sum over layers
+is near the drift of all where each is small.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +20,15 @@ from runtime.bundle import Bundle
 from runtime.executor import EngineOptions
 
 from .law import log_law
-from .open_graph import OpenGraph
+from .open_graph import Model, OpenGraph, OpenSession
 
 logger = logging.getLogger(__name__)
 
 Array = NDArray[Any]
+Weights = Mapping[str, Array]
 WORST = 10
+DRAFT_TOKENS = 16
+LEAST_Q = 1e-30  # a q of 0 in f32 has a logarithm all the same
 OUTLIER = 20.0  # times the median layer: no longer rounding as usual
 LEAST_KL = 0.01  # nats a token: below, a layer does nothing worth naming
 
@@ -53,65 +57,114 @@ class Layers:
         ranked = sorted(self.layers, key=lambda layer: -layer.kl)
         return [layer for layer in ranked[:WORST] if layer.kl > 0]
 
-    def findings(self) -> list[str]:
+    def findings(self, model: str) -> list[str]:
         """A sentence on each layer that is far beyond the others."""
         if not self.layers:
             return []
         usual = float(np.median([layer.kl for layer in self.layers]))
         far = [w for w in self.worst if w.kl > max(OUTLIER * usual, LEAST_KL)]
         return [
-            f"layer {layer.name}: its weights alone move the target by KL {layer.kl:.4f}, where "
-            f"the median layer's do by {usual:.2g}; they differ from the reference's by "
+            f"{model} layer {layer.name}: its weights alone move the {model} by KL {layer.kl:.4f}, "
+            f"where the median layer's do by {usual:.2g}; they differ from the reference's by "
             f"{layer.weight_error:.0%}."
             for layer in far
         ]
 
 
-def layer_drift(
+def target_layers(
     reference: Bundle, bundle: Bundle, tokens: Sequence[int], options: EngineOptions
 ) -> Layers:
-    """Measure each layer on `tokens`; none are measured where `tokens` is empty."""
+    """Each layer of the target on `tokens`; none are measured where `tokens` is empty."""
+    pair = Model.target(bundle), Model.target(reference)
+    return _layers(*pair, tokens, _Runner(laws=_target_laws, options=options))
+
+
+def draft_layers(
+    reference: Bundle, bundle: Bundle, tokens: Sequence[int], options: EngineOptions
+) -> Layers:
+    """The same of the draft, which is read a token a step, so on the last DRAFT_TOKENS of them."""
+    pair = Model.draft(bundle), Model.draft(reference)
+    if pair[0].vocab != pair[1].vocab:
+        return Layers(tokens=0, layers=(), skipped="the drafts have other vocabularies")
+    return _layers(*pair, tokens[-DRAFT_TOKENS:], _Runner(laws=_draft_laws, options=options))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Runner:
+    """laws: (session, vocab, tokens, weights) → log p [rows, vocab] f64."""
+
+    laws: Callable[[OpenSession, int, Sequence[int], Weights], Array]
+    options: EngineOptions
+
+
+def _layers(ours: Model, theirs: Model, tokens: Sequence[int], runner: _Runner) -> Layers:
     if not tokens:
         return Layers(tokens=0, layers=(), skipped="--layer-tokens 0")
     try:
-        ours, theirs = OpenGraph(bundle), OpenGraph(reference)
+        graph, base = OpenGraph(ours), OpenGraph(theirs)
     except ModuleNotFoundError as error:
         return Layers(tokens=0, layers=(), skipped=f"{error}; pip install onnx")
-    if ours.weights.keys() != theirs.weights.keys():
-        odd = sorted(ours.weights.keys() ^ theirs.weights.keys())
+    if graph.weights.keys() != base.weights.keys():
+        odd = sorted(graph.weights.keys() ^ base.weights.keys())
         return Layers(tokens=0, layers=(), skipped=f"the graphs have other layers: {odd[:4]}")
-    if not ours.weights:
-        return Layers(tokens=0, layers=(), skipped="the target's graph has no linear layers")
-    return Layers(tokens=len(tokens), layers=tuple(_measured(ours, theirs, tokens, options)))
+    if not graph.weights:
+        return Layers(tokens=0, layers=(), skipped="the graph has no linear layers")
+    return Layers(tokens=len(tokens), layers=tuple(_measured(graph, base, tokens, runner)))
+
+
+def _measured(
+    graph: OpenGraph, base: OpenGraph, tokens: Sequence[int], runner: _Runner
+) -> Iterator[Layer]:
+    weights: dict[str, Array] = {name: layer.read() for name, layer in base.weights.items()}
+    session, vocab = base.opened(runner.options), base.model.vocab
+    usual = runner.laws(session, vocab, tokens, weights)
+    for name, layer in graph.weights.items():
+        rounded = layer.read()
+        moved = runner.laws(session, vocab, tokens, {**weights, name: rounded})
+        kl = float((np.exp(usual) * (usual - moved)).sum(-1).mean())
+        error = np.linalg.norm(rounded - weights[name]) / np.linalg.norm(weights[name])
+        yield Layer(name=short_name(name), group=_group(name), kl=kl, weight_error=float(error))
+
+
+def _target_laws(
+    session: OpenSession, vocab: int, tokens: Sequence[int], weights: Weights
+) -> Array:
+    logits = np.zeros((1, len(tokens), vocab), np.float32)
+    values = {
+        "input_ids": np.array([tokens], np.int64),
+        "num_logits": np.array(len(tokens), np.int64),
+    }
+    session.run(weights, values, {"logits": logits})
+    return log_law(logits[0])
+
+
+def _draft_laws(session: OpenSession, vocab: int, tokens: Sequence[int], weights: Weights) -> Array:
+    q = np.zeros((len(tokens), 1, 1, vocab), np.float32)
+    for i, token in enumerate(tokens):
+        values: dict[str, Array] = {
+            "input_ids": np.array([[token]], np.int64),
+            "past_lengths": np.array([i], np.int32),
+            "temperature": np.ones(1, np.float32),
+        }
+        outputs = {"draft_token": np.zeros((1, 1), np.int64), "draft_step_probs": q[i]}
+        session.run(weights, values, outputs)
+    law: Array = np.log(q[:, 0, 0].astype(np.float64) + LEAST_Q)
+    return law
 
 
 def broken_layers(bundle: Bundle) -> list[str]:
     """Layers of the target whose weights hold NaN or infinity."""
     try:
-        weights = OpenGraph(bundle).weights
+        weights = OpenGraph(Model.target(bundle)).weights
     except ModuleNotFoundError:
         return []
     names = [name for name, layer in weights.items() if not np.isfinite(layer.read()).all()]
     return [short_name(name) for name in names]
 
 
-def _measured(
-    ours: OpenGraph, theirs: OpenGraph, tokens: Sequence[int], options: EngineOptions
-) -> Iterator[Layer]:
-    weights = {name: layer.read() for name, layer in theirs.weights.items()}
-    session = theirs.opened(options)
-    usual = log_law(session.logits(list(tokens), weights))
-    for name, layer in ours.weights.items():
-        rounded = layer.read()
-        moved = log_law(session.logits(list(tokens), {**weights, name: rounded}))
-        kl = float((np.exp(usual) * (usual - moved)).sum(-1).mean())
-        error = np.linalg.norm(rounded - weights[name]) / np.linalg.norm(weights[name])
-        yield Layer(name=short_name(name), group=_group(name), kl=kl, weight_error=float(error))
-
-
 def short_name(name: str) -> str:
     """a.b.q.weight+a.b.k.weight → a.b.q+k."""
-    first, *others = (part.removesuffix(".weight") for part in name.split("+"))
+    first, *others = name.replace(".weight", "").split("+")
     prefix = first.rpartition(".")[0]
     return "+".join([first, *(o.removeprefix(f"{prefix}.") for o in others)]).removeprefix("model.")
 

@@ -1,4 +1,4 @@
-"""A bundle's target with its linear weights as inputs: one weight can be exchanged, the rest kept.
+"""A bundle's model with its linear weights as inputs: one weight can be exchanged, the rest kept.
 
 Products by quantized weights become plain MatMul in f32, so only weights differ from call to call;
 rounding of activations, which the engine adds on top, is not part of what is measured here. Needs
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.bundle import Bundle
-from runtime.contract import target_graph
+from runtime.contract import CacheSpec, GraphSpec, draft_graph, target_graph
 from runtime.executor import EngineOptions, cache_buffers
 
 from ..block_quantization import BlockFormat, QuantizedWeight, dequantize
@@ -30,64 +30,86 @@ _LOOKUPS = ("Gather", "GatherBlockQuantized")
 _PRODUCTS = ("MatMul", "MatMulNBits")
 
 
-class OpenGraph:
-    """`weights` by layer name, each read when asked for; `logits` with any of them exchanged."""
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """Target or draft of a bundle, as its contract describes it."""
 
-    def __init__(self, bundle: Bundle) -> None:
+    path: Path
+    spec: GraphSpec
+    cache: CacheSpec
+    vocab: int  # of what it gives
+    sizes: Mapping[str, int]  # of its inputs' axes
+
+    @classmethod
+    def target(cls, bundle: Bundle) -> Model:
+        card = bundle.manifest.target
+        path, spec = bundle.model_path("target"), target_graph(card.cache)
+        sizes = {"batch": 1, "vocab": card.vocab_size}
+        return cls(path=path, spec=spec, cache=card.cache, vocab=card.vocab_size, sizes=sizes)
+
+    @classmethod
+    def draft(cls, bundle: Bundle) -> Model:
+        card = bundle.manifest.draft_model
+        assert card is not None  # sides without a draft are refused before
+        path, spec = bundle.model_path("draft"), draft_graph(card.cache)
+        sizes = {"batch": 1, "vocab": bundle.manifest.target.vocab_size}
+        return cls(path=path, spec=spec, cache=card.cache, vocab=card.vocab_size, sizes=sizes)
+
+
+class OpenGraph:
+    """`weights` by layer name, each read when asked for; `opened` takes any of them as inputs."""
+
+    def __init__(self, model: Model) -> None:
         import onnx
 
-        self._bundle = bundle
-        path = bundle.model_path("target")
-        self._model = onnx.load(path, load_external_data=False)
-        stored = {t.name: t for t in self._model.graph.initializer}
-        found = [_Layer.of(node, stored, path.parent) for node in self._model.graph.node]
+        self.model = model
+        self._proto = onnx.load(model.path, load_external_data=False)
+        graph = self._proto.graph
+        stored = {t.name: t for t in graph.initializer}
+        found = [_Layer.of(node, stored, model.path.parent) for node in graph.node]
         self.weights: dict[str, _Layer] = {layer.name: layer for layer in found if layer}
 
     def opened(self, options: EngineOptions) -> OpenSession:
         """Load a copy of the graph with every weight as an input."""
-        copy = OpenGraph(self._bundle)
+        copy = OpenGraph(self.model)
         for layer in copy.weights.values():
-            layer.open(copy._model.graph)
-        _keep_used(copy._model, self._bundle.model_path("target").parent)
-        return OpenSession(copy._model, self._bundle, options)
+            layer.open(copy._proto.graph)
+        _keep_used(copy._proto, self.model.path.parent)
+        return OpenSession(copy._proto, self.model, options)
 
 
 class OpenSession:
-    """The opened graph in an engine."""
+    """The opened graph in an engine, over a cache of its own."""
 
-    def __init__(self, model: onnx.ModelProto, bundle: Bundle, options: EngineOptions) -> None:
+    def __init__(self, proto: onnx.ModelProto, model: Model, options: EngineOptions) -> None:
         import onnxruntime
 
         settings = onnxruntime.SessionOptions()
         settings.intra_op_num_threads = options.resolved_threads()
         settings.log_severity_level = 4
         self._session = onnxruntime.InferenceSession(
-            model.SerializeToString(), settings, providers=["CPUExecutionProvider"]
+            proto.SerializeToString(), settings, providers=["CPUExecutionProvider"]
         )
-        card = bundle.manifest.target
-        self._vocab, cache = card.vocab_size, card.cache
+        cache = model.cache
         past = cache_buffers(cache.past(), cache.shape(1))
         pairs = zip(cache.past(), cache.present(), strict=True)
         self._present = {present.name: past[before.name] for before, present in pairs}
-        others = [s for s in target_graph(cache).inputs if s.name not in past]
-        self._inputs = {**neutral_inputs(others, {"batch": 1, "vocab": self._vocab}), **past}
+        others = [s for s in model.spec.inputs if s.name not in past]
+        self._inputs = {**neutral_inputs(others, model.sizes), **past}
 
-    def logits(self, tokens: list[int], weights: Mapping[str, Array]) -> Array:
-        """[len(tokens), vocab] f32 of a fresh context; `weights`: every layer's."""
-        logits = np.zeros((1, len(tokens), self._vocab), np.float32)
-        inputs = {
-            **self._inputs,
-            "input_ids": np.array([tokens], np.int64),
-            "num_logits": np.array(len(tokens), np.int64),
-            **{_input_name(name): weight for name, weight in weights.items()},
-        }
+    def run(
+        self,
+        weights: Mapping[str, Array],  # every layer's
+        values: Mapping[str, Array],  # inputs that are not neutral
+        outputs: Mapping[str, Array],
+    ) -> None:
+        named = {_input_name(name): weight for name, weight in weights.items()}
         binding = self._session.io_binding()
-        for name, array in inputs.items():
+        for name, array in {**self._inputs, **values, **named}.items():
             binding.bind_input(name, "cpu", 0, array.dtype, list(array.shape), array.ctypes.data)
-        for name, array in {**self._present, "logits": logits}.items():
+        for name, array in {**self._present, **outputs}.items():
             binding.bind_output(name, "cpu", 0, array.dtype, list(array.shape), array.ctypes.data)
         self._session.run_with_iobinding(binding)
-        return logits[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +200,7 @@ def _keep_used(model: onnx.ModelProto, folder: Path) -> None:
     """Drop weights that nothing reads any more, and take the small ones in from their file."""
     import onnx
 
-    read = {name for node in model.graph.node for name in node.input}
+    read = _names_read(model.graph)
     kept = [t for t in model.graph.initializer if t.name in read]
     del model.graph.initializer[:]
     for tensor in kept:
@@ -186,3 +208,10 @@ def _keep_used(model: onnx.ModelProto, folder: Path) -> None:
             array = onnx.numpy_helper.to_array(tensor, base_dir=str(folder))
             tensor = onnx.numpy_helper.from_array(array, tensor.name)
         model.graph.initializer.append(tensor)
+
+
+def _names_read(graph: onnx.GraphProto) -> set[str]:
+    """By its nodes and those of loops and branches within it."""
+    names = {name for node in graph.node for name in node.input}
+    bodies = [a.g for node in graph.node for a in node.attribute if a.HasField("g")]
+    return names.union(*map(_names_read, bodies))

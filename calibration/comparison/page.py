@@ -183,10 +183,20 @@ def _drift(result: Json) -> str:
 
 
 def _by_layer(result: Json) -> str:
-    layers = result["layers"]
+    note = (
+        "KL from the reference with the weights of one linear layer exchanged, added up by decoder "
+        "layer. Rounding of activations is not in it."
+    )
+    return (
+        f'<h2>Drift by layer</h2><p class="note">{note}</p>'
+        f"{_layers(result['layers'], 'target', 'layers')}"
+        f"{_layers(result['draft_layers'], 'draft', 'draft-layers')}"
+    )
+
+
+def _layers(layers: Json, model: str, name: str) -> str:
     if not layers["layers"]:
-        why = escape(layers["skipped"])
-        return f"<h2>Drift by layer</h2><p class='note'>Not measured: {why}.</p>"
+        return f'<p class="note">The {model}\'s were not measured: {escape(layers["skipped"])}.</p>'
     totals: dict[str, float] = {}
     for layer in layers["layers"]:
         totals[layer["group"]] = totals.get(layer["group"], 0.0) + layer["kl"]
@@ -195,11 +205,9 @@ def _by_layer(result: Json) -> str:
     worst = sorted(layers["layers"], key=lambda layer: -layer["kl"])[:10]
     rows = [[w["name"], f"{w['kl']:.5f}", f"{w['weight_error']:.2%}"] for w in worst]
     return (
-        "<h2>Drift by layer</h2>"
-        f'<p class="note">KL from the reference with the weights of one linear layer exchanged, on '
-        f"{layers['tokens']} tokens; added up by decoder layer. Rounding of activations is not in "
-        f"it.</p>{plot('layers', frame_for(list(totals), series), series, bars)}"
-        f"{_table(['the ten that cost most', 'KL', 'weight error'], rows)}"
+        f"<p>The {model}, on {layers['tokens']} tokens</p>"
+        f"{plot(name, frame_for(list(totals), series), series, bars)}"
+        f"{_table([f'layers of the {model} that cost most', 'KL', 'weight error'], rows)}"
     )
 
 

@@ -38,7 +38,8 @@ class Result:
     lengths: list[Length]
     speeds: list[Speed]  # empty where a bundle has no latency profile
     first_differences: list[dict[str, Any]]
-    layers: Layers
+    layers: Layers  # the target's
+    draft_layers: Layers
     findings: list[str]
     recommendation: str
     limits: Limits
@@ -50,8 +51,13 @@ class Result:
 
 
 def make_result(
-    request: Request, prompts: PromptSet, records: Sequence[Record], layers: Layers
+    request: Request,
+    prompts: PromptSet,
+    records: Sequence[Record],
+    target: Layers,
+    draft: Layers,
 ) -> Result:
+    """target, draft: what each layer of them does."""
     seed = request.settings.seed
     found, spans = cells(records, seed), lengths(records, seed)
     rates = _speeds(request, records)
@@ -71,8 +77,13 @@ def make_result(
         lengths=spans,
         speeds=rates,
         first_differences=_first_differences(request, records),
-        layers=layers,
-        findings=[*findings(records, found, request.reference, request.bundle), *layers.findings()],
+        layers=target,
+        draft_layers=draft,
+        findings=[
+            *findings(records, found, request.reference, request.bundle),
+            *target.findings("target"),
+            *draft.findings("draft"),
+        ],
         recommendation=recommendation(found, spans, rates, precisions, request.limits.max_kl),
         limits=request.limits,
         failures=request.limits.failures(found),

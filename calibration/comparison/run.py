@@ -13,7 +13,7 @@ from runtime.errors import EngineError
 
 from ..prompts import PromptSet, TokenizedPrompt, read_prompts
 from .graphs import NonFinite
-from .layers import broken_layers, layer_drift
+from .layers import broken_layers, draft_layers, target_layers
 from .measure import Measurement
 from .paths import check_lengths
 from .records import Record
@@ -39,10 +39,8 @@ def compare(
     except NonFinite as error:
         raise _located(error) from error
     tell("measuring what each layer's rounding does alone")
-    layers = layer_drift(
-        request.reference, request.bundle, _layer_tokens(request, prompts), request.options
-    )
-    return make_result(request, prompts, records, layers)
+    read = (request.reference, request.bundle, _layer_tokens(request, prompts), request.options)
+    return make_result(request, prompts, records, target_layers(*read), draft_layers(*read))
 
 
 def _located(error: NonFinite) -> EngineError:

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .cells import ALL, Cell
+from .layers import Layers
 from .resamples import Interval
 from .result import Result
 from .sides import DIFFERENCES, PAIRS, Pair
@@ -24,7 +25,8 @@ def print_result(console: Console, result: Result) -> None:
         _positions(result),
         _lengths(result),
         _drift(result.cells),
-        _layers(result),
+        _layers(result.layers, "target"),
+        _layers(result.draft_layers, "draft"),
     ):
         console.print(table)
     if result.skipped:
@@ -128,15 +130,15 @@ def _drift(cells: Sequence[Cell]) -> Table:
     return table
 
 
-def _layers(result: Result) -> Table | str:
-    if not result.layers.layers:
-        return f"layers: not measured ({result.layers.skipped})"
+def _layers(layers: Layers, model: str) -> Table | str:
+    if not layers.layers:
+        return f"layers of the {model}: not measured ({layers.skipped})"
     table = _table(
-        f"The layers that cost most alone, on {result.layers.tokens} tokens",
+        f"The layers of the {model} that cost most alone, on {layers.tokens} tokens",
         ("layer",),
         ("KL", "weight error"),
     )
-    for layer in result.layers.worst:
+    for layer in layers.worst:
         table.add_row(layer.name, f"{layer.kl:.5f}", f"{layer.weight_error:.2%}")
     return table
 
