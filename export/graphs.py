@@ -14,7 +14,7 @@ import onnx_ir as ir
 from transformers import PretrainedConfig
 
 from engines.external_data import WeightStore, save
-from engines.onnxruntime.lowering import lower
+from engines.onnxruntime.lowering import lower, make_rows_alike
 from runtime.contract import CacheSpec
 
 from .accept_graph import accept_model
@@ -44,6 +44,8 @@ def write_target(
     """Trace, lower and write `target.onnx`; weights are read and written one at a time."""
     model = _bound(checkpoint, max_context, head_rows=None)
     lower(model, precision.quantizer())
+    if precision.rows_can_be_alike:
+        make_rows_alike(model)
     rounded = _rounded(model, checkpoint)
     embedding = checkpoint.find("model.embed_tokens.weight")
     home = checkpoint.stored(embedding) if embedding is not None else None

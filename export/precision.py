@@ -36,6 +36,11 @@ class Precision:
     name: str
     format: BlockFormat | None
 
+    @property
+    def rows_can_be_alike(self) -> bool:
+        """Whether ONNX Runtime multiplies a lone row as it multiplies several, in every bit."""
+        return self.format is not None and self.format.bits == 8
+
     def quantizer(self) -> Quantizer | None:
         if self.format is None:
             return None

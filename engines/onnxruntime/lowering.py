@@ -16,6 +16,7 @@ from .full_precision import FoldTransposePass
 from .normalization import NormalizationPass
 from .projections import PackedProjectionsPass
 from .quantized import QuantizedLinearPass, Quantizer
+from .rows_alike import RowsAlikePass
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,16 @@ def lower(model: ir.Model, quantizer: Quantizer | None) -> ir.Model:
 
     Raises BuildError naming the pass, whatever went wrong in it.
     """
-    for step in passes(quantizer):
+    return _apply(model, passes(quantizer))
+
+
+def make_rows_alike(model: ir.Model) -> ir.Model:
+    """Make the rows of a lowered target independent of their number; errors as in `lower`."""
+    return _apply(model, [RowsAlikePass()])
+
+
+def _apply(model: ir.Model, steps: list[ir.passes.PassBase]) -> ir.Model:
+    for step in steps:
         name = type(step).__name__
         try:
             result = step(model)
