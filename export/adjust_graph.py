@@ -11,8 +11,8 @@ row. Invariant: a value written for a drafted token depends on its id and its ro
 it twice, for a token drafted twice, writes the same.
 
 The arithmetic is Hugging Face's (repetition) and the OpenAI API's (presence, frequency, bias);
-presence and frequency count generated tokens, repetition the prompt's too. In one thing the order is
-not that of Hugging Face's `generate`, which adds a sequence bias before it penalises repetition.
+presence and frequency count generated tokens, repetition the prompt's too. The order differs from
+that of Hugging Face's `generate` in one thing: it adds a sequence bias before it penalises.
 """
 
 from __future__ import annotations
