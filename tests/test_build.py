@@ -29,10 +29,13 @@ from typer.testing import CliRunner
 
 from export import gates
 from export.build import BuildRequest, build
+from export.certificates import law
+from export.certificates.check import Effort, check
 from export.cli import app
 from runtime import Decoder, SamplingParams
 from runtime.bundle import Bundle
 from runtime.errors import InvalidRequest, LimitExceeded
+from runtime.manifest import NgramDraft
 from runtime.outcome import Outcome
 
 PROMPTS = ("def mean(values):", "the hand", "Water boils at 100")
@@ -233,6 +236,44 @@ def test_a_bundle_without_a_draft_says_so(plain: Decoder, plain_bundle: Path) ->
     assert not (plain_bundle / "onnx" / "draft.onnx").exists()
     with pytest.raises(InvalidRequest, match="no draft; rebuild it with --draft"):
         plain.generate("a", num_draft_tokens=1)
+
+
+@pytest.fixture(scope="module")
+def lookup_bundle(kept_traces: None, build_root: Path, tiny_target: Path) -> Path:
+    """Lookup in place of a draft model, by the command line."""
+    out = build_root / "lookup"
+    arguments = ["build", "--target", str(tiny_target), "--draft", "ngram", "--precision", "fp32"]
+    bounds = ["--min-ngram", "1", "-k", str(K)]
+    result = CliRunner().invoke(app, [*arguments, *bounds, "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    return out
+
+
+def test_a_bundle_with_lookup(lookup_bundle: Path, plain: Decoder) -> None:
+    """No draft graph; the same text as plain decoding, with drafts accepted."""
+    manifest = Bundle.load(lookup_bundle).manifest
+    assert manifest.draft == NgramDraft(min_ngram=1, max_ngram=4)
+    assert manifest.draft_vocab_size == VOCAB
+    assert not (lookup_bundle / "onnx" / "draft.onnx").exists()
+    assert not [gate for gate in manifest.gates if gate.name.startswith("draft")]
+    shown = CliRunner().invoke(app, ["inspect", str(lookup_bundle)])
+    assert "ngram of 1 to 4 tokens" in shown.stdout
+    with Decoder.load(lookup_bundle, spin=False) as decoder:
+        for k in (None, 0, K):
+            assert tokens(decoder, "aaaa bbb aaaa", GREEDY, k) == tokens(
+                plain, "aaaa bbb aaaa", GREEDY
+            )
+        stats = decoder.generate("aaaa bbb aaaa", GREEDY, num_draft_tokens=K).stats
+        assert stats.num_accepted_draft_tokens > 0
+
+
+def test_certificates_of_a_bundle_with_lookup(
+    lookup_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All four; the law of other worlds has tests of its own. Odds of a false alarm: 2 in 10⁶."""
+    monkeypatch.setattr(law, "SMALL", {})
+    found = check(lookup_bundle, Effort(prompts=10, samples=100))
+    assert {one.name: (one.status, one.reason) for one in found if one.status != "passed"} == {}
 
 
 def test_chat_messages_go_through_the_models_template(fp32: Decoder, tiny_target: Path) -> None:

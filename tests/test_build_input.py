@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -178,6 +179,27 @@ def test_options_beyond_what_can_be_built(
     """The flag and its limit are named."""
     given = ["--target", str(tiny_target), "--draft", str(tiny_draft), *arguments]
     assert_matches(message, refused(out, *given))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--draft", "ngram", "--min-ngram", "0"],
+            "--min-ngram 0 --max-ngram 4: received",
+        ),
+        (["--draft", "ngram", "--min-ngram", "5", "--max-ngram", "3"], "Expected 1 ≤ min ≤ max ≤"),
+        (["--draft", "ngram", "--max-ngram", "17"], "--max-ngram 17: received no range"),
+        (["--draft", "ngram", "--draft-precision", "int4"], "--draft-precision int4: received it"),
+        (["--draft", "ngram", "-k", "65"], f"-k: received 65. Expected 1 to {POSITIONS // 2}"),
+        (["--draft", "none", "--min-ngram", "2"], "--min-ngram 2: received it without its drafter"),
+        (["--max-ngram", "2"], "Expected --draft ngram, which alone has such bounds"),
+    ],
+)
+def test_bounds_of_a_lookup(
+    tiny_target: Path, out: Path, arguments: list[str], message: str
+) -> None:
+    assert_matches(re.escape(message), refused(out, "--target", str(tiny_target), *arguments))
 
 
 @pytest.mark.parametrize("kind", ["directory", "file", "dangling link"])
