@@ -57,7 +57,7 @@ def compare_command(
     ] = 4,
     layer_tokens: Annotated[
         int, typer.Option(help="To measure each layer on; 0 leaves layers out.")
-    ] = 48,
+    ] = 32,
     paths: Annotated[
         Path | None, typer.Option(help="A compare.json: read its texts, don't write new ones.")
     ] = None,

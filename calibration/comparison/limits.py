@@ -1,11 +1,15 @@
-"""How far a bundle may be from its reference: each cell beyond a limit is named."""
+"""How far a bundle may be from its reference: each cell beyond a limit is named.
+
+All prompts of a temperature are judged by their estimate. A category has few of them, so its
+acceptance must have fallen by more than chance, too: its interval lies below 0.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .cells import Cell
+from .cells import ALL, Cell
 from .resamples import Interval
 
 
@@ -25,6 +29,8 @@ class Limits:
         change = cell.differences["both"]
         limit = self.max_acceptance_drop
         if limit is None or change is None or -change.value <= limit:
+            return None
+        if cell.category != ALL and change.is_chance:
             return None
         return (
             f"acceptance at {where(cell)} changed by {change.value:+.4f}{_span(change)}. Expected "

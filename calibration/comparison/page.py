@@ -75,7 +75,8 @@ def _head(result: Json) -> str:
             ("draft, bytes", "draft_bytes"),
         )
     ]
-    failures = "".join(f'<p class="bad">{escape(text)}</p>' for text in result["failures"])
+    failed = "<br>".join(map(escape, result["failures"]))
+    failures = f'<p class="bad">{failed}</p>' if failed else ""
     found = "".join(f"<li>{escape(text)}</li>" for text in result["findings"])
     return (
         f"<h1>What {escape(ours['name'])} makes of {escape(theirs['name'])}</h1>"
@@ -113,8 +114,8 @@ def _by_category(result: Json) -> str:
 
 def _changes(result: Json) -> str:
     rows = [c for c in result["cells"] if c["category"] == ALL]
-    labels = [f"{d.name}, {r['temperature']}" for r in rows[-1:] for d in DIFFERENCES]
-    values = [_value(r["differences"][d.name]) for r in rows[-1:] for d in DIFFERENCES]
+    labels = [d.name.replace(" with the ", ", ") for d in DIFFERENCES]
+    values = [_value(rows[-1]["differences"][d.name]) for d in DIFFERENCES]
     whole = Series(name="change", color="s0", values=tuple(values))
     by_category = [c for c in result["cells"] if c["temperature"] == rows[-1]["temperature"]]
     changes = tuple(_value(c["differences"]["both"]) for c in by_category)

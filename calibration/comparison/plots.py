@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-WIDTH, HEIGHT = 760, 280
-LEFT, RIGHT, TOP, BOTTOM = 56, 12, 12, 64
+WIDTH, PLOT_HEIGHT = 760, 210
+LEFT, RIGHT, TOP, BOTTOM = 56, 12, 12, 26
+LETTER = 6.5  # width of one, about
 TICKS = 5
 
 
@@ -51,7 +52,18 @@ class Frame:
 
     def y(self, value: float) -> float:
         share = (value - self.low) / (self.high - self.low)
-        return TOP + (HEIGHT - TOP - BOTTOM) * (1 - min(1.0, max(0.0, share)))
+        return TOP + PLOT_HEIGHT * (1 - min(1.0, max(0.0, share)))
+
+    @property
+    def crowded(self) -> bool:
+        """Whether labels would run into each other, and are turned."""
+        return max(len(label) for label in self.labels) * LETTER > self.step
+
+    @property
+    def height(self) -> float:
+        """Of the whole, with room for the labels."""
+        longest = max(len(label) for label in self.labels) * LETTER / 2  # turned by 30 degrees
+        return TOP + PLOT_HEIGHT + BOTTOM + (longest if self.crowded else 0)
 
 
 Marks = Callable[[Frame, Series, int, int], str]
@@ -74,7 +86,7 @@ def plot(name: str, frame: Frame, series: Sequence[Series], marks: Marks) -> str
     """One figure; `name` is its element's id."""
     drawn = [marks(frame, s, i, len(series)) for i, s in enumerate(series)]
     return (
-        f'<svg id="{escape(name)}" viewBox="0 0 {WIDTH} {HEIGHT}" role="img">'
+        f'<svg id="{escape(name)}" viewBox="0 0 {WIDTH} {frame.height:.0f}" role="img">'
         f"{_grid(frame)}{''.join(drawn)}{_labels(frame)}</svg>{_legend(series)}"
     )
 
@@ -146,12 +158,14 @@ def _grid(frame: Frame) -> str:
 
 
 def _labels(frame: Frame) -> str:
-    """Turned where they would run into each other."""
-    crowded = max(len(label) for label in frame.labels) * 7 > frame.step
     parts = []
     for i, label in enumerate(frame.labels):
-        x, y = LEFT + frame.step * (i + 0.5), HEIGHT - BOTTOM + 16
-        turn = f' class="turned" transform="rotate(-30 {x:.2f} {y})"' if crowded else ' class="x"'
+        x, y = LEFT + frame.step * (i + 0.5), TOP + PLOT_HEIGHT + 16
+        turn = (
+            f' class="turned" transform="rotate(-30 {x:.2f} {y})"'
+            if frame.crowded
+            else ' class="x"'
+        )
         parts.append(f'<text x="{x:.2f}" y="{y}"{turn}>{escape(label)}</text>')
     return "".join(parts)
 

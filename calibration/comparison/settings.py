@@ -19,7 +19,7 @@ class Settings:
     k: int = 4
     rounds: int = 2
     free_prompts: int = 4
-    layer_tokens: int = 48
+    layer_tokens: int = 32
     seed: int = 0
 
     def __post_init__(self) -> None:
