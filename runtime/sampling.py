@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import SupportsIndex
+from numbers import Real
+from typing import Any, SupportsIndex
 
 from .errors import InvalidRequest
 from .grammar import Grammar
@@ -105,9 +106,9 @@ def _invalid(field: str, received: object, expected: str) -> InvalidRequest:
 
 
 def _number(
-    field: str, value: object, low: float, high: float, expected: str, *, above: bool = False
+    field: str, value: Any, low: float, high: float, expected: str, *, above: bool = False
 ) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool):
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise _invalid(field, value, expected)
     if not low <= value <= high or (above and value == low):  # NaN is never within
         raise _invalid(field, value, expected)
