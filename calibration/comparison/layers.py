@@ -29,7 +29,8 @@ Weights = Mapping[str, Array]
 WORST = 10
 DRAFT_TOKENS = 16
 LEAST_Q = 1e-30  # a q of 0 in f32 has a logarithm all the same
-OUTLIER = 20.0  # times the median layer: no longer rounding as usual
+OUTLIER_KL = 20.0  # times the median layer's: a layer that rounding hurts more than others
+OUTLIER_ERROR = 5.0  # times the median layer's: no longer rounding as usual
 LEAST_KL = 0.01  # nats a token: below, a layer does nothing worth naming
 
 
@@ -62,7 +63,13 @@ class Layers:
         if not self.layers:
             return []
         usual = float(np.median([layer.kl for layer in self.layers]))
-        far = [w for w in self.worst if w.kl > max(OUTLIER * usual, LEAST_KL)]
+        error = float(np.median([layer.weight_error for layer in self.layers]))
+        far = [
+            layer
+            for layer in self.worst
+            if layer.kl > LEAST_KL
+            and (layer.kl > OUTLIER_KL * usual or layer.weight_error > OUTLIER_ERROR * error)
+        ]
         return [
             f"{model} layer {layer.name}: its weights alone move the {model} by KL {layer.kl:.4f}, "
             f"where the median layer's do by {usual:.2g}; they differ from the reference's by "
