@@ -108,9 +108,8 @@ def _invalid(field: str, received: object, expected: str) -> InvalidRequest:
 def _number(
     field: str, value: Any, low: float, high: float, expected: str, *, above: bool = False
 ) -> None:
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise _invalid(field, value, expected)
-    if not low <= value <= high or (above and value == low):  # NaN is never within
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if not is_number or not low <= value <= high or (above and value == low):  # NaN is in no range
         raise _invalid(field, value, expected)
 
 
