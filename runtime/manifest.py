@@ -83,7 +83,7 @@ class NgramDraft:
 
     @property
     def name(self) -> str:
-        return f"ngram of {self.min_ngram} to {self.max_ngram} tokens"
+        return f"n-grams of {self.min_ngram} to {self.max_ngram} tokens"
 
     @property
     def precision(self) -> str:

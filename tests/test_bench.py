@@ -222,7 +222,7 @@ def test_a_lookup_is_a_drafter_like_another(tmp_path: Path) -> None:
     table[:, :3] += 20.0  # three tokens, so that they repeat
     path = write_bundle(tmp_path / "lookup", table, draft, latency=latency, context=2048)
     result = run_bench(path, *options, "-k", "2,auto", "--ignore-eos")
-    assert result["bundles"]["lookup"]["draft"] == "ngram of 1 to 3 tokens"
+    assert result["bundles"]["lookup"]["draft"] == "n-grams of 1 to 3 tokens"
     figures = {f["mode"]: f for f in result["figures"]}
     assert 0 < figures["k=2"]["num_spec_rounds"] <= figures["k=2"]["num_rounds"]
     assert figures["k=2"]["round_s"]["draft"] > 0

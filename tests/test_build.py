@@ -257,7 +257,7 @@ def test_a_bundle_with_lookup(lookup_bundle: Path, plain: Decoder) -> None:
     assert not (lookup_bundle / "onnx" / "draft.onnx").exists()
     assert not [gate for gate in manifest.gates if gate.name.startswith("draft")]
     shown = CliRunner().invoke(app, ["inspect", str(lookup_bundle)])
-    assert "ngram of 1 to 4 tokens" in shown.stdout
+    assert "ngram: n-grams of 1 to 4 tokens" in shown.stdout
     with Decoder.load(lookup_bundle, spin=False) as decoder:
         for k in (None, 0, K):
             assert tokens(decoder, "aaaa bbb aaaa", GREEDY, k) == tokens(
