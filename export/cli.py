@@ -97,7 +97,7 @@ def build(
 def check(
     bundle: Annotated[Path, typer.Argument(help="The bundle's directory.")],
     prompts: Annotated[int, typer.Option(help="Texts decoded greedily both ways.")] = 200,
-    samples: Annotated[int, typer.Option(help="Answers drawn for each sampling.")] = 300,
+    samples: Annotated[int, typer.Option(help="Answers drawn for each sampling.")] = 250,
     as_json: Annotated[bool, typer.Option("--json", help="The same as one JSON line.")] = False,
 ) -> None:
     """Run a bundle's certificates again; the exit status is 1 if one fails."""

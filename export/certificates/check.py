@@ -27,7 +27,7 @@ from .texts import library_texts
 
 Progress = Callable[[str], None]
 REPORT = "reports/certificates.json"
-PROMPT_TOKENS = 24
+PROMPT_TOKENS = 20
 SAMPLED_PROMPT_TOKENS = 129  # a whole chunk that is read once, and the row behind it
 
 
@@ -36,7 +36,7 @@ class Effort:
     """How much is tried: greedy prompts, and sampled answers for each sampling."""
 
     prompts: int = 200
-    samples: int = 300
+    samples: int = 250
 
     def __post_init__(self) -> None:
         for name, least in (("prompts", 1), ("samples", 50)):
