@@ -132,7 +132,7 @@ def _speed_clause(best: Pair, base: Pair, speeds: Sequence[Speed]) -> str:
         return "speed is not predicted, since a bundle has no reports/latency.json"
     found, other = speeds[-1].measured[best.key], speeds[-1].measured[base.key]
     return (
-        f"{found.tokens_per_s:.1f} tokens/s expected {_how(found)}, "
+        f"{found.tokens_per_s:.1f} tokens/s by the latency profiles {_how(found)}, "
         f"{found.tokens_per_s / other.tokens_per_s:.2f} × the reference pair's {_how(other)}"
     )
 
