@@ -98,6 +98,9 @@ def check(
     bundle: Annotated[Path, typer.Argument(help="The bundle's directory.")],
     prompts: Annotated[int, typer.Option(help="Texts decoded greedily both ways.")] = 200,
     samples: Annotated[int, typer.Option(help="Answers drawn for each sampling.")] = 250,
+    no_spin: Annotated[
+        bool, typer.Option("--no-spin", help="For a machine whose cores others want, too.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The same as one JSON line.")] = False,
 ) -> None:
     """Run a bundle's certificates again; the exit status is 1 if one fails."""
@@ -107,7 +110,9 @@ def check(
 
     console = Console(stderr=True)
     with console.status("") as status:
-        found = run(bundle, Effort(prompts=prompts, samples=samples), status.update)
+        found = run(
+            bundle, Effort(prompts=prompts, samples=samples, spin=not no_spin), status.update
+        )
     if as_json:
         typer.echo(json.dumps([one.as_dict() for one in found]))
     else:

@@ -37,6 +37,7 @@ class Effort:
 
     prompts: int = 200
     samples: int = 250
+    spin: bool = True  # as in EngineOptions
 
     def __post_init__(self) -> None:
         for name, least in (("prompts", 1), ("samples", 50)):
@@ -69,7 +70,8 @@ def _certificates(bundle: Bundle, effort: Effort, progress: Progress) -> Iterato
         return
     limits = bundle.manifest.limits
     rows = TargetRows(
-        load_rounds(bundle.path, bundle.manifest, EngineOptions(spin=False)), limits.max_context
+        load_rounds(bundle.path, bundle.manifest, EngineOptions(spin=effort.spin)),
+        limits.max_context,
     )
     prompts = greedy_prompts(bundle, effort.prompts)
     k = min(2, limits.max_draft_tokens)
@@ -77,7 +79,7 @@ def _certificates(bundle: Bundle, effort: Effort, progress: Progress) -> Iterato
         rows, prompts, k, lambda done: progress(f"greedy: {done} of {len(prompts)} prompts")
     )
     yield of_greedy
-    with Decoder.load(bundle.path, verify=False, spin=False) as decoder:
+    with Decoder.load(bundle.path, verify=False, spin=effort.spin) as decoder:
         yield frequency.certify(
             decoder,
             rows,
@@ -92,7 +94,8 @@ def greedy_prompts(bundle: Bundle, count: int) -> list[list[int]]:
     """The beginnings of real texts; a small context takes shorter ones."""
     room = bundle.manifest.limits.max_context - greedy.TOKENS - 2
     length = max(1, min(PROMPT_TOKENS, room // 2))
-    encoded = (_encoded(bundle, text)[:length] for text in library_texts())
+    encode = _encoder(bundle)
+    encoded = (encode(text)[:length] for text in library_texts())
     chosen: list[list[int]] = []
     for tokens in encoded:
         if len(chosen) == count:
@@ -111,18 +114,19 @@ def sampled_prompt(bundle: Bundle) -> list[int]:
     """One text, long enough for a chunk that all answers share where the context has room."""
     room = bundle.manifest.limits.max_context - frequency.TOKENS - max(frequency.DRAFT_TOKENS) - 2
     length = min(SAMPLED_PROMPT_TOKENS, room)
+    encode = _encoder(bundle)
     tokens: list[int] = []
     for text in library_texts():
-        tokens += _encoded(bundle, text)
+        tokens += encode(text)
         if len(tokens) >= length:
             break
     return tokens[:length]
 
 
-def _encoded(bundle: Bundle, text: str) -> list[int]:
+def _encoder(bundle: Bundle) -> Callable[[str], list[int]]:
     manifest = bundle.manifest
-    encoder = Text(bundle.tokenizer_path, None, manifest.bos_token_id, manifest.eos_token_ids)
-    return [t % manifest.target.vocab_size for t in encoder.encode(text)]
+    text = Text(bundle.tokenizer_path, None, manifest.bos_token_id, manifest.eos_token_ids)
+    return lambda words: [t % manifest.target.vocab_size for t in text.encode(words)]
 
 
 def _write(bundle: Bundle, found: Sequence[Certificate]) -> None:
