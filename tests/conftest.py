@@ -5,6 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from runtime import Decoder
 
 # Before anything imports an engine: both read these once, when they are loaded.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -116,3 +120,29 @@ def int4_bundle(kept_traces: None, build_root: Path, tiny_target: Path, tiny_dra
     from helpers_build import build_bundle
 
     return build_bundle(build_root / "int4", tiny_target, tiny_draft, "int4")
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Decoder]:
+    """A draft near its target, whose end token is always likely."""
+    from helpers_decode import NEAR, TABLE
+    from helpers_runtime import write_bundle
+
+    from runtime import Decoder
+
+    path = tmp_path_factory.mktemp("near") / "bundle"
+    with Decoder.load(write_bundle(path, TABLE, NEAR), threads=1) as decoder:
+        yield decoder
+
+
+@pytest.fixture(scope="module")
+def twin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Decoder]:
+    """A draft that is its target."""
+    from helpers_decode import TABLE
+    from helpers_runtime import write_bundle
+
+    from runtime import Decoder
+
+    path = tmp_path_factory.mktemp("twin") / "bundle"
+    with Decoder.load(write_bundle(path, TABLE, TABLE), threads=1) as decoder:
+        yield decoder

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -66,22 +65,6 @@ GRAMMARS = {
     "regex": (Grammar.regex(PATTERN), lambda text: bool(re.fullmatch(PATTERN, text))),
     "lark": (Grammar.lark(LARK), obeys_lark),
 }
-
-
-@pytest.fixture(scope="module")
-def decoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Decoder]:
-    """A draft near its target."""
-    path = tmp_path_factory.mktemp("near") / "bundle"
-    with Decoder.load(write_bundle(path, TABLE, NEAR), threads=1) as decoder:
-        yield decoder
-
-
-@pytest.fixture(scope="module")
-def twin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Decoder]:
-    """A draft that is its target."""
-    path = tmp_path_factory.mktemp("twin") / "bundle"
-    with Decoder.load(write_bundle(path, TABLE, TABLE), threads=1) as decoder:
-        yield decoder
 
 
 @pytest.fixture(scope="module")

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from helpers_decode import (
-    NEAR,
     PROMPT,
-    TABLE,
     generate,
     params_of,
 )
 from helpers_runtime import (
     EOS,
     VOCAB,
-    write_bundle,
 )
 
 from runtime import Decoder, Grammar, InvalidRequest, SamplingParams
@@ -26,22 +22,6 @@ from runtime.sampling_inputs import SamplingInputs
 from runtime.sequence import FinishReason
 
 GRAMMAR = Grammar.regex("(ab|a[0-9]){2,5}(-[xyz]{1,3})?")
-
-
-@pytest.fixture(scope="module")
-def decoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Decoder]:
-    """A draft near its target."""
-    path = tmp_path_factory.mktemp("near") / "bundle"
-    with Decoder.load(write_bundle(path, TABLE, NEAR), threads=1) as decoder:
-        yield decoder
-
-
-@pytest.fixture(scope="module")
-def twin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Decoder]:
-    """A draft that is its target."""
-    path = tmp_path_factory.mktemp("twin") / "bundle"
-    with Decoder.load(write_bundle(path, TABLE, TABLE), threads=1) as decoder:
-        yield decoder
 
 
 def tables(decoder: Decoder) -> dict[str, np.ndarray]:

@@ -40,23 +40,6 @@ from hypothesis import strategies as st
 from runtime import Decoder, Grammar, InvalidRequest, SamplingParams
 from runtime.sequence import FinishReason
 
-
-@pytest.fixture(scope="module")
-def decoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Decoder]:
-    """A draft near its target."""
-    path = tmp_path_factory.mktemp("near") / "bundle"
-    with Decoder.load(write_bundle(path, TABLE, NEAR), threads=1) as decoder:
-        yield decoder
-
-
-@pytest.fixture(scope="module")
-def twin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Decoder]:
-    """A draft that is its target."""
-    path = tmp_path_factory.mktemp("twin") / "bundle"
-    with Decoder.load(write_bundle(path, TABLE, TABLE), threads=1) as decoder:
-        yield decoder
-
-
 # Token for token.
 
 
