@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shutil
@@ -291,8 +292,15 @@ def interrupted(target: Path, out: Path, root: Path, number: int) -> tuple[int, 
         "--out",
         str(out),
     ]
+    # A shell's background jobs, tests among them, ignore SIGINT and hand that down.
+    heeds = functools.partial(signal.signal, number, signal.SIG_DFL)
     process = subprocess.Popen(
-        command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=root,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=heeds,
     )
     try:
         deadline = time.monotonic() + 300
