@@ -50,6 +50,7 @@ class BuildRequest:
     backend: str = "onnxruntime"
     precision: str = "int8"
     draft_precision: str | None = None  # None: the target's
+    rows_alike: bool = True  # where the precision allows it
     max_batch: int = 1
     max_context: int | None = None
     max_draft_tokens: int = 8
@@ -88,6 +89,7 @@ def _plan(request: BuildRequest) -> _Plan:
         )
     batch = check_batch(request.max_batch)
     chosen = precision(request.precision)
+    chosen = replace(chosen, rows_alike=chosen.rows_alike and request.rows_alike)
     target = open_checkpoint(request.target)
     target.text_files()  # raises here rather than after minutes
     context = target_context(request.max_context, target.config, target.name)

@@ -55,6 +55,13 @@ def build(
     draft_precision: Annotated[
         str | None, typer.Option(help="Of the draft's weights; default: the target's.")
     ] = None,
+    no_rows_alike: Annotated[
+        bool,
+        typer.Option(
+            "--no-rows-alike",
+            help="int8: faster plain steps in long contexts, but drafts may turn a near tie.",
+        ),
+    ] = False,
     max_batch: Annotated[int, typer.Option(help="Sequences at a time.")] = 1,
     max_context: Annotated[
         int | None, typer.Option(help="Prompt and answer together; default: up to 2048.")
@@ -82,6 +89,7 @@ def build(
         backend=backend,
         precision=precision,
         draft_precision=draft_precision,
+        rows_alike=not no_rows_alike,
         max_batch=max_batch,
         max_context=max_context,
         max_draft_tokens=k,

@@ -44,7 +44,7 @@ def write_target(
     """Trace, lower and write `target.onnx`; weights are read and written one at a time."""
     model = _bound(checkpoint, max_context, head_rows=None)
     lower(model, precision.quantizer())
-    if precision.rows_can_be_alike:
+    if precision.rows_alike:
         make_rows_alike(model)
     rounded = _rounded(model, checkpoint)
     embedding = checkpoint.find("model.embed_tokens.weight")

@@ -31,15 +31,15 @@ from runtime.errors import BuildError
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """`format` None keeps weights f32."""
+    """`format` None keeps weights f32.
+
+    rows_alike: whether a target's row is to have the same bits alone and among others, which needs
+    an engine that multiplies a lone row as it multiplies several: ONNX Runtime's 8 bits are so.
+    """
 
     name: str
     format: BlockFormat | None
-
-    @property
-    def rows_can_be_alike(self) -> bool:
-        """Whether ONNX Runtime multiplies a lone row as it multiplies several, in every bit."""
-        return self.format is not None and self.format.bits == 8
+    rows_alike: bool = False
 
     def quantizer(self) -> Quantizer | None:
         if self.format is None:
@@ -62,7 +62,9 @@ PRECISIONS = {
     p.name: p
     for p in (
         Precision(name="fp32", format=None),
-        Precision(name="int8", format=BlockFormat(bits=8, block=32, symmetric=True)),
+        Precision(
+            name="int8", format=BlockFormat(bits=8, block=32, symmetric=True), rows_alike=True
+        ),
         Precision(name="int4", format=BlockFormat(bits=4, block=32, symmetric=True)),
     )
 }

@@ -11,6 +11,7 @@ import pytest
 from helpers_build import POSITIONS, build_bundle
 
 from engines.onnxruntime.rows_alike import RowsAlikePass
+from export.build import BuildRequest, build
 from export.gate_graph import GateGraph
 from runtime import Decoder, SamplingParams
 from runtime.bundle import Bundle
@@ -89,3 +90,11 @@ def test_changes_nothing_where_nothing_is_to_be_done(int8_bundle: Path) -> None:
     for node in attention:
         del node.metadata_props["outrider.rows_alike"]
     assert RowsAlikePass()(model).modified
+
+
+def test_a_build_may_do_without(kept_traces: None, build_root: Path, tiny_target: Path) -> None:
+    out = build_root / "rows-not-alike"
+    path = build(BuildRequest(target=str(tiny_target), draft=None, out=out, rows_alike=False))
+    model = onnx.load(path / "onnx" / "target.onnx", load_external_data=False)
+    assert "GroupQueryAttention" in {node.op_type for node in model.graph.node}
+    assert "Expand" not in {node.op_type for node in model.graph.node}
