@@ -38,7 +38,7 @@ class SamplingInputs:
             "seen_tokens": np.zeros((1, vocab), np.bool_),
             "output_counts": np.zeros((1, vocab), np.float32),
         }
-        self.allowed = np.ones((1, rows, vocab), np.bool_)
+        self.allowed = np.ones((1, rows, vocab), np.bool_)  # filled and reset by Constraint
         self._counting = False
 
     def begin(self, params: SamplingParams, prompt: Sequence[int]) -> None:
@@ -75,4 +75,3 @@ class SamplingInputs:
             shared[name][0] = 0
         for name in ("logit_bias", "seen_tokens", "output_counts"):
             shared[name].fill(0)
-        self.allowed.fill(True)

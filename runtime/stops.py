@@ -52,6 +52,7 @@ class Ends:
     """What ends one sequence."""
 
     eos_token_ids: frozenset[int]
+    ignore_eos: bool
     max_tokens: int | None
     max_context: int
     stop: tuple[str, ...]
@@ -59,7 +60,8 @@ class Ends:
     @classmethod
     def of(cls, params: SamplingParams, eos_token_ids: Iterable[int], max_context: int) -> Ends:
         return cls(
-            eos_token_ids=frozenset(() if params.ignore_eos else eos_token_ids),
+            eos_token_ids=frozenset(eos_token_ids),
+            ignore_eos=params.ignore_eos,
             max_tokens=params.max_tokens,
             max_context=max_context,
             stop=params.stop,
@@ -90,7 +92,7 @@ class Committer:
         return tuple(committed), text
 
     def _check(self, token: int) -> tuple[FinishReason | None, str]:
-        if token in self._ends.eos_token_ids:
+        if token in self._ends.eos_token_ids and not self._ends.ignore_eos:
             return FinishReason.EOS, self.rest()
         text, stopped = self._strings.push(self._detokenizer.push(token))
         if stopped:

@@ -7,11 +7,14 @@ False alarms: a frequency certificate of a sound bundle fails once in 10⁶ runs
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 from helpers_runtime import VOCAB, near_table, target_table, write_bundle
 from typer.testing import CliRunner
@@ -176,6 +179,23 @@ def test_chi_square_limit_is_exceeded_by_chance_as_stated() -> None:
     assert 130 < (values > chi_square_limit(26, 1e-2)).sum() < 270
 
 
+def test_a_right_bundle_exceeds_the_limit_no_oftener_than_stated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At odds of 1e-3, so that 20,000 draws show it: 20 expected; 60 is a factor of three.
+
+    Most outcomes are unlikely here, and a few are expected less than once.
+    """
+    monkeypatch.setattr(frequency, "FALSE_ALARM", 1e-3)
+    rng = np.random.default_rng(1)
+    mass = 0.5 ** np.arange(1, 28)
+    mass /= mass.sum()
+    laws = {(i,): float(p) for i, p in enumerate(mass)}
+    draws = rng.multinomial(250, mass, 20_000)
+    fits = [fit(Counter({(i,): int(n) for i, n in enumerate(row)}), laws) for row in draws]
+    assert sum(one.chi_square > one.limit for one in fits) < 60
+
+
 def test_an_outcome_that_the_target_never_gives_does_not_fit() -> None:
     found = fit(Counter({(1,): 50, (2,): 49, (3,): 1}), {(1,): 0.5, (2,): 0.5})
     assert not found.fits
@@ -228,6 +248,28 @@ def test_contract_catches_the_map_of_another_draft(tmp_path: Path) -> None:
     assert found.failed
     assert "draft.onnx holds another map" in found.reason
     assert "accept.onnx holds another map" in found.reason
+
+
+def test_contract_catches_a_draft_of_another_width(int4_bundle: Path, tmp_path: Path) -> None:
+    """Bugs 17. The files are read as they are, whatever the manifest says of them."""
+    bundle = Bundle.load(int4_bundle)
+    found = contract.certify(bundle)
+    assert found.status == "passed"
+    assert found.figures["hidden_size"] == found.figures["draft_hidden_size"] == 64
+    copy = shutil.copytree(int4_bundle, tmp_path / "bundle")
+    draft = onnx.load(copy / "onnx" / "draft.onnx", load_external_data=False)
+    for node in draft.graph.node:
+        for attribute in node.attribute:
+            if node.op_type == "MatMulNBits" and attribute.name == "K":
+                attribute.i += 32
+    (copy / "onnx" / "draft.onnx").write_bytes(draft.SerializeToString())
+    found = contract.certify(replace(bundle, path=copy))
+    assert found.reason == "hidden size: received a draft of 96. Expected 64, the target's"
+
+
+def test_contract_finds_the_width_in_f32_too(fp32_bundle: Path) -> None:
+    found = contract.certify(Bundle.load(fp32_bundle))
+    assert found.figures["hidden_size"] == found.figures["draft_hidden_size"] == 64
 
 
 @pytest.fixture

@@ -127,6 +127,7 @@ def commit_rounds(rounds: list[str], **ends: object) -> tuple[list[str], Sequenc
     sequence = Sequence(CODEC.encode("p"))
     defaults = {
         "eos_token_ids": frozenset({EOS}),
+        "ignore_eos": False,
         "max_tokens": None,
         "max_context": 1000,
         "stop": (),

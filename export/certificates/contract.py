@@ -20,6 +20,7 @@ from runtime.text import Text
 from .report import Certificate, Figures, judged
 from .world import Array
 
+_PRODUCTS = ("MatMul", "Gemm", "FusedMatMul")
 NAME = "contract"
 CLAIM = "Draft, target, accept and tokenizer share one vocabulary, one map and one width."
 
@@ -71,19 +72,29 @@ def _map(bundle: Bundle) -> Found:
 
 
 def _hidden_size(bundle: Bundle) -> Found:
-    """A draft that borrows the target's embedding reads rows of its width."""
-    if bundle.manifest.draft_model is None:
-        return {}, []
-    target, draft = (
-        _shared_tables(bundle.model_path("target")), _shared_tables(bundle.model_path("draft"))
-    )  # fmt: skip
-    shared = {name: (target[name], draft[name]) for name in target.keys() & draft.keys()}
-    faults = [
-        f"shared weights {name}: the target reads {one}, the draft {other}"
-        for name, (one, other) in shared.items()
-        if one != other
-    ]
-    return {"shared_weights": len(shared)}, faults
+    """A draft with a map was made for this target, whose embedding it reads: one width."""
+    card = bundle.manifest.draft_model
+    width = _head_width(bundle.model_path("target"), bundle.manifest.target.vocab_size)
+    if card is None:
+        return {"hidden_size": width}, []
+    draft = _head_width(bundle.model_path("draft"), card.vocab_size)
+    faults = []
+    if bundle.d2t is not None and width != draft:
+        faults.append(f"hidden size: received a draft of {draft}. Expected {width}, the target's")
+    return {"hidden_size": width, "draft_hidden_size": draft}, faults
+
+
+def _head_width(path: Path, vocab: int) -> int | None:
+    """Width of what the graph's head multiplies; None for a graph without such a layer."""
+    graph = onnx.load(path, load_external_data=False).graph
+    for node in graph.node:
+        sizes = {a.name: a.i for a in node.attribute if a.name in ("N", "K")}
+        if node.op_type == "MatMulNBits" and sizes.get("N") == vocab:
+            return sizes["K"]
+    multiplied = {n for node in graph.node if node.op_type in _PRODUCTS for n in node.input}
+    shapes = [list(t.dims) for t in graph.initializer if t.name in multiplied and len(t.dims) == 2]
+    widths = [sum(shape) - vocab for shape in shapes if vocab in shape]
+    return widths[0] if widths else None
 
 
 def _tokenizer(bundle: Bundle) -> Found:
@@ -128,15 +139,3 @@ def _initializers(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
                 yield from _initializers(attribute.g)
             elif attribute.type == onnx.AttributeProto.TENSOR:
                 yield attribute.t
-
-
-def _shared_tables(path: Path) -> dict[str, tuple[int, ...]]:
-    """External tensors by where they lie → shape."""
-    graph = onnx.load(path, load_external_data=False).graph
-    places: dict[str, tuple[int, ...]] = {}
-    for tensor in _initializers(graph):
-        entries = {entry.key: entry.value for entry in tensor.external_data}
-        if "location" in entries:
-            where = f"{entries['location']}@{entries.get('offset', '0')}"
-            places[where] = tuple(tensor.dims)
-    return places

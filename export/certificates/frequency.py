@@ -25,7 +25,7 @@ from .world import Array, Laws, Tokens
 NAME = "frequency"
 CLAIM = "Sampled speculatively, tokens come as often as the target alone would give them."
 FALSE_ALARM = 1e-6  # odds that a right bundle fails, for each sampling
-LEAST_EXPECTED = 5.0  # cells below are joined, so that chi-square's law holds
+LEAST_EXPECTED = 10.0  # cells below are joined, so that chi-square's law holds well into its tail
 TOKENS = 3
 DRAFT_TOKENS = (1, 2)  # by turns: behind one draft the third token is a bonus or recovered one
 
@@ -137,13 +137,10 @@ def _counts(
 
 
 def fit(observed: Counter[Tokens], expected: Laws) -> Fit:
-    """Pearson's chi-square over the outcomes, unlikely ones joined into one."""
+    """Pearson's chi-square over the outcomes, unlikely ones joined."""
     samples = observed.total()
     pairs = [(observed[key], samples * mass) for key, mass in expected.items()]
-    common = [pair for pair in pairs if pair[1] >= LEAST_EXPECTED]
-    rare = [pair for pair in pairs if pair[1] < LEAST_EXPECTED]
-    joined = (sum(seen for seen, _ in rare), sum(wanted for _, wanted in rare))
-    cells = [*common, joined] if joined[1] > 0 else common
+    cells = _joined(pairs)
     chi_square = sum((seen - wanted) ** 2 / wanted for seen, wanted in cells)
     return Fit(
         samples=samples,
@@ -153,6 +150,24 @@ def fit(observed: Counter[Tokens], expected: Laws) -> Fit:
         total_variation=sum(abs(seen - wanted) for seen, wanted in pairs) / (2 * samples),
         impossible=sum(count for key, count in observed.items() if key not in expected),
     )
+
+
+def _joined(pairs: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Cells (seen, expected) with the unlikely ones in one, and that in the next if it's too light.
+
+    A cell of which hardly anything is expected would fail a right bundle by a single answer.
+    """
+    cells: list[tuple[int, float]] = []
+    seen, wanted = 0, 0.0
+    for one_seen, one_wanted in sorted(pairs, key=lambda pair: pair[1]):
+        seen, wanted = seen + one_seen, wanted + one_wanted
+        if wanted >= LEAST_EXPECTED:
+            cells.append((seen, wanted))
+            seen, wanted = 0, 0.0
+    if wanted:  # too light still: nothing heavier came behind it
+        last = cells.pop() if cells else (0, 0.0)
+        cells.append((last[0] + seen, last[1] + wanted))
+    return cells
 
 
 def chi_square_limit(freedom: int, odds: float) -> float:
