@@ -39,7 +39,7 @@ class BundleWriter:
         self.out = Path(out).absolute()
         self.directory = self.out.parent / f"{_prefix(self.out)}{os.getpid()}"
         self._lock: int | None = None
-        self._restore: Callable[[], None] = _nothing
+        self._interruptions = _Interruptions()
         self._finished = False
 
     def __enter__(self) -> Self:
@@ -55,15 +55,16 @@ class BundleWriter:
                 "be written; choose another."
             ) from error
         self._lock = _lock(self.directory)
-        self._restore = _raise_on_terminate()
+        self._interruptions.install()
         return self
 
     def finish(self, make_manifest: Callable[[dict[str, FileRecord]], Manifest]) -> Path:
         """Hash the files, write the manifest last, and move the bundle into place.
 
         make_manifest: records of all files but reports/ and the manifest itself → the manifest.
-        Returns the bundle's path. Raises BuildError.
+        Returns the bundle's path. Raises BuildError, and what a signal that came earlier raises.
         """
+        self._interruptions.raise_received()
         try:
             records = record_files(self.directory)
         except BundleError as error:
@@ -74,6 +75,7 @@ class BundleWriter:
         _sync(self.directory / MANIFEST)
         _sync(self.directory)
         self.refuse_existing()
+        self._interruptions.raise_received()
         self.directory.rename(self.out)
         self._finished = True
         _sync(self.out.parent)
@@ -85,7 +87,7 @@ class BundleWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._restore()
+        self._interruptions.restore()
         if not self._finished:
             shutil.rmtree(self.directory, ignore_errors=True)
         if self._lock is not None:
@@ -142,24 +144,39 @@ def _lock(directory: Path) -> int:
     return descriptor
 
 
-def _raise_on_terminate() -> Callable[[], None]:
-    """Let SIGTERM unwind the stack, so that the partial bundle goes; returns what undoes this."""
-    if threading.current_thread() is not threading.main_thread():
-        return _nothing
-    before = signal.signal(signal.SIGTERM, _terminate)
-    return lambda: _reset(before)
+class _Interruptions:
+    """Lets SIGTERM and SIGINT unwind the stack, and remembers them.
 
+    A library that swallows the exception, as callbacks from native code do, only delays the end: a
+    bundle that was told to end is never finished. A signal that is ignored stays ignored.
+    """
 
-def _reset(before: Any) -> None:
-    signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
+    def __init__(self) -> None:
+        self._before: dict[int, Any] = {}
+        self._received: int | None = None
 
+    def install(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in (signal.SIGTERM, signal.SIGINT):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._handle)
 
-def _terminate(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
+    def restore(self) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before if before is not None else signal.SIG_DFL)
+        self._before.clear()
 
+    def raise_received(self) -> None:
+        """Raises KeyboardInterrupt or SystemExit where a signal came."""
+        if self._received == signal.SIGINT:
+            raise KeyboardInterrupt
+        if self._received is not None:
+            raise SystemExit(128 + self._received)
 
-def _nothing() -> None:
-    return None
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._received = number
+        self.raise_received()
 
 
 def _is_full(error: BaseException) -> bool:

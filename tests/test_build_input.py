@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 import shutil
@@ -280,6 +279,12 @@ def test_draft_that_does_not_fit(
 # Interruptions of a real build, in a process of its own
 
 
+def heed_signals() -> None:
+    """In a new process: whoever runs the tests may ignore or block SIGINT, and hands that down."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT, signal.SIGTERM])
+
+
 def interrupted(target: Path, out: Path, root: Path, number: int) -> tuple[int, str]:
     """Exit code and stderr of a build that got a signal once it had begun to write."""
     command = [
@@ -292,15 +297,13 @@ def interrupted(target: Path, out: Path, root: Path, number: int) -> tuple[int, 
         "--out",
         str(out),
     ]
-    # A shell's background jobs, tests among them, ignore SIGINT and hand that down.
-    heeds = functools.partial(signal.signal, number, signal.SIG_DFL)
     process = subprocess.Popen(
         command,
         cwd=root,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=heeds,
+        preexec_fn=heed_signals,
     )
     try:
         deadline = time.monotonic() + 300

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import json
@@ -375,6 +376,29 @@ def test_an_output_that_appears_meanwhile_is_left_alone(tmp_path: Path) -> None:
 def test_a_failed_build_leaves_nothing(tmp_path: Path, error: BaseException) -> None:
     with pytest.raises(type(error)):
         build(tmp_path / "bundle", also=raises(error))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)]
+)
+def test_a_signal_that_a_library_swallows_still_ends_the_build(
+    tmp_path: Path, number: int, error: type[BaseException]
+) -> None:
+    """As native code does whose callback into Python was interrupted."""
+    before = signal.getsignal(number)
+    signal.signal(number, signal.default_int_handler)  # the runner's may be ignored
+
+    def swallow(_: Path) -> None:
+        with contextlib.suppress(BaseException):
+            signal.raise_signal(number)
+
+    try:
+        with pytest.raises(error):
+            build(tmp_path / "bundle", also=swallow)
+        assert signal.getsignal(number) is signal.default_int_handler
+    finally:
+        signal.signal(number, before)
     assert list(tmp_path.iterdir()) == []
 
 
