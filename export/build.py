@@ -67,6 +67,10 @@ class _Plan:
     precision: Precision
     limits: Limits
 
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.draft.taps if self.draft else ()
+
 
 def build(request: BuildRequest, progress: Progress = lambda _: None) -> Path:
     """Build a bundle; returns its path. Raises CheckpointError and BuildError.
@@ -122,7 +126,9 @@ def _fill(plan: _Plan, directory: Path, progress: Progress) -> Manifest:
     onnx.mkdir()
     store = WeightStore(directory=onnx)
     progress(f"tracing and writing the target, {plan.target.name}, {plan.precision.name}")
-    target = write_target(plan.target, plan.precision, plan.limits.max_context, store)
+    target = write_target(
+        plan.target, plan.precision, plan.limits.max_context, store, taps=plan.taps
+    )
     draft = None
     if plan.draft is not None:
         progress(f"writing the draft, {plan.draft.name}")
@@ -180,7 +186,26 @@ def _target_gates(
         )
         rows = gates.rows_at_once(exact, tokens, k)
         noise = gates.engine_noise(engine, exact, tokens, k, plan.precision)
-    return [parity, rows, noise, gates.rollback(engine, tokens, k)]
+        features = _features_gates(plan, written, exact, tokens)
+    return [parity, rows, noise, gates.rollback(engine, tokens, k), *features]
+
+
+def _features_gates(
+    plan: _Plan, written: WrittenGraph, exact: GateGraph, tokens: list[int]
+) -> list[Gate]:
+    if not plan.taps:
+        return []
+    return [
+        gates.features_parity(
+            exact,
+            plan.target.load_eager,
+            tokens,
+            plan.taps,
+            plan.precision,
+            written.rounded,
+            needs_bytes=plan.target.eager_bytes(),
+        )
+    ]
 
 
 def _gate_tokens(plan: _Plan, directory: Path) -> list[int]:

@@ -34,5 +34,9 @@ class DraftPlan(Protocol):
     def context(self) -> int:
         """Tokens that it remembers, at most the target's; bounds how many it may draft."""
 
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Hidden states of the target that it reads, as `export.taps` numbers them."""
+
     def write(self, onnx: Path, store: WeightStore, *, target_vocab: int) -> WrittenDraft:
         """Write its graphs, if it has any, below `onnx`. Raises BuildError."""

@@ -46,6 +46,10 @@ def open_drafter(
     if request.source is None:
         return None
     chosen = precision(request.precision or target_precision, "--draft-precision")
+    if draft_kind(request.source) is DraftKind.EAGLE:
+        return EagleDraftPlan.open(
+            request.source, target, target_context=context, precision=chosen
+        )
     return ModelDraftPlan.open(request.source, target, target_context=context, precision=chosen)
 
 

@@ -23,6 +23,8 @@ class GateGraph:
     def __init__(self, path: Path, cache: CacheSpec, vocab_size: int) -> None:
         self._executor = Executor.load(path, self._spec(cache), EngineOptions(spin=False))
         self._cache, self._vocab = cache, vocab_size
+        #: the target's hidden states at the rows of the last call: [rows, feature_width]
+        self.features = np.zeros((0, self._executor.axes.get("feature_width", 0)), np.float32)
         self.length = 0
         self.reset()
 
@@ -43,7 +45,11 @@ class GateGraph:
             "num_logits": np.array(count, np.int64),
             **self._past,
         }
-        self._executor.bind(inputs, {"logits": logits, **self._present}).run()
+        outputs = {"logits": logits, **self._present}
+        if self.features.shape[1]:
+            self.features = np.zeros((count, self.features.shape[1]), np.float32)
+            outputs["features"] = self.features[None]
+        self._executor.bind(inputs, outputs).run()
         self.length += count
         return logits[0]
 

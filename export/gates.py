@@ -68,12 +68,7 @@ def parity(
     """
     free = available_bytes()
     if needs_bytes > free:
-        return Gate(
-            name=name,
-            status="skipped",
-            reason=f"the eager model needs {needs_bytes / 1e9:.1f} GB of memory, "
-            f"{free / 1e9:.1f} GB are free",
-        )
+        return Gate(name=name, status="skipped", reason=_too_big(needs_bytes, free))
     model = load_eager()
     reference = _eager_logits(model, tokens)
     round_weights(model, precision, rounded)
@@ -92,6 +87,51 @@ def parity(
             "please report it with its config.json."
         )
     return Gate(name=name, status="passed", figures=figures)
+
+
+def features_parity(
+    exact: GateGraph,
+    load_eager: Callable[[], PreTrainedModel],
+    tokens: Sequence[int],
+    taps: Sequence[int],
+    precision: Precision,
+    rounded: frozenset[str],
+    *,
+    needs_bytes: int,
+) -> Gate:
+    """The hidden states that a drafter reads, in f32 arithmetic, each against the eager model's.
+
+    A head that reads the states of a neighbouring layer still gives a law, of no use at all.
+    Skipped, with the reason, where the eager model doesn't fit into memory. Raises GateFailed.
+    """
+    free = available_bytes()
+    if needs_bytes > free:
+        return Gate(name="features", status="skipped", reason=_too_big(needs_bytes, free))
+    model = load_eager()
+    round_weights(model, precision, rounded)
+    expected = _eager_states(model, tokens, taps)
+    exact.reset()
+    exact.rows(tokens)
+    received = np.split(exact.features, len(taps), axis=1)
+    errors = [relative_error(a, b) for a, b in zip(received, expected, strict=True)]
+    figures: Figures = {"relative_error": max(errors), "limit": EAGER, "rows": len(tokens)}
+    if not max(errors) <= EAGER:
+        worst = int(np.argmax(errors))
+        raise GateFailed(
+            f"gate features: state {taps[worst]}: received a relative error of {errors[worst]:.3g} "
+            f"against the eager model with the same weights. Expected at most {EAGER:g}; this model "
+            "isn't exported rightly: please report it with its config.json."
+        )
+    return Gate(name="features", status="passed", figures=figures)
+
+
+@torch.inference_mode()
+def _eager_states(
+    model: PreTrainedModel, tokens: Sequence[int], taps: Sequence[int]
+) -> list[Array]:
+    """[len(tokens), H] each."""
+    out = model(torch.tensor([list(tokens)]), use_cache=False, output_hidden_states=True)
+    return [out.hidden_states[tap][0].float().numpy() for tap in taps]
 
 
 def _as_logits(rows: Array) -> Array:
@@ -140,6 +180,10 @@ def _untie(model: PreTrainedModel, names: set[str], parameter: torch.nn.Paramete
     for name in names:
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, parameter)
+
+
+def _too_big(needed: int, free: int) -> str:
+    return f"the eager model needs {needed / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free"
 
 
 def available_bytes() -> int:

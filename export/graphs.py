@@ -6,7 +6,7 @@ checkpoint ─ trace ─▶ portable ─ lower ─▶ backend graph ─ quantize
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,10 +39,18 @@ class WrittenGraph:
 
 
 def write_target(
-    checkpoint: Checkpoint, precision: Precision, max_context: int, store: WeightStore
+    checkpoint: Checkpoint,
+    precision: Precision,
+    max_context: int,
+    store: WeightStore,
+    *,
+    taps: Sequence[int] = (),
 ) -> WrittenGraph:
-    """Trace, lower and write `target.onnx`; weights are read and written one at a time."""
-    model = _bound(checkpoint, max_context, head_rows=None)
+    """Trace, lower and write `target.onnx`; weights are read and written one at a time.
+
+    taps: hidden states that a drafter reads.
+    """
+    model = _bound(checkpoint, max_context, taps=taps)
     lower(model, precision.quantizer())
     if precision.rows_alike:
         make_rows_alike(model)
@@ -83,9 +91,15 @@ def write_accept(
     save(accept_model(vocab_size, d2t, draft_vocab_size=draft_vocab_size), "accept", store)
 
 
-def _bound(checkpoint: Checkpoint, max_context: int, head_rows: int | None) -> ir.Model:
+def _bound(
+    checkpoint: Checkpoint,
+    max_context: int,
+    *,
+    head_rows: int | None = None,
+    taps: Sequence[int] = (),
+) -> ir.Model:
     config: PretrainedConfig = checkpoint.config
-    model = make_portable(trace_decoder(config, max_context, head_rows=head_rows))
+    model = make_portable(trace_decoder(config, max_context, head_rows=head_rows, taps=taps))
     names = match_names(checkpoint, weight_shapes(model))
     bind_weights(model, checkpoint.load, names)
     return model

@@ -48,6 +48,10 @@ class ModelDraftPlan:
     def name(self) -> str:
         return f"{self.draft.checkpoint.name}, {self.precision.name}"
 
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return ()
+
     def write(self, onnx: Path, store: WeightStore, *, target_vocab: int) -> WrittenDraft:
         graph = write_draft(
             self.draft, self.precision, self.context, store, target_vocab=target_vocab

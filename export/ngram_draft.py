@@ -37,5 +37,9 @@ class NgramDraftPlan:
     def name(self) -> str:
         return self.card.name
 
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return ()
+
     def write(self, onnx: Path, store: WeightStore, *, target_vocab: int) -> WrittenDraft:
         return WrittenDraft(card=self.card, gates=lambda _: [])

@@ -19,15 +19,19 @@ from .quiet import quiet
 
 
 def make_portable(model: ir.Model) -> ir.Model:
-    """Simplify a traced graph while its weights are only names, and give it `num_logits`.
+    """Simplify a traced decoder while its weights are only names, and give it `num_logits`."""
+    simplify(model)
+    _last_rows(model)
+    common.RemoveUnusedNodesPass()(model)
+    return model
 
-    Weights have no value yet, so the library's constant folding cannot touch them.
-    """
+
+def simplify(model: ir.Model) -> ir.Model:
+    """Weights have no value yet, so the library's constant folding cannot touch them."""
     with quiet():  # onnx_ir warns of every initializer without a value
         optimize_ir(model, input_size_limit=4096, output_size_limit=16384)
         common.CommonSubexpressionEliminationPass()(model)
         rewrite(model, pattern_rewrite_rules=[_rows_to_gather])
-    _last_rows(model)
     common.RemoveUnusedNodesPass()(model)
     return model
 

@@ -14,6 +14,7 @@ the model asks for (`export.masks`), because the mask is what its eager attentio
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 
 import onnx_ir as ir
 import torch
@@ -21,20 +22,24 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from runtime.contract import CacheSpec
-from runtime.errors import BuildError, OutriderError, UnsupportedModel
+from runtime.errors import UnsupportedModel
 
 from .features import carried, refuse_unsupported
 from .quiet import quiet
-from .static_attention import ATTENTION_NAME, OPSET, AttentionRecorder, recording
+from .static_attention import ATTENTION_NAME, AttentionRecorder, recording
+from .taps import Taps
+from .torch_onnx import to_onnx
 
 
 class _StaticCacheDecoder(torch.nn.Module):
-    """The traced signature: ids, lengths, rows to project and caches in; logits and caches out."""
+    """The traced signature: ids, lengths, rows to project and caches in; logits and caches out,
+    and the states at the taps, if there are any."""
 
-    def __init__(self, model: torch.nn.Module, max_context: int) -> None:
+    def __init__(self, model: torch.nn.Module, max_context: int, taps: Sequence[int] = ()) -> None:
         super().__init__()
         self.model = model
         self.max_context = max_context
+        self.taps = Taps(model, taps) if taps else None
 
     def forward(
         self,
@@ -61,7 +66,8 @@ class _StaticCacheDecoder(torch.nn.Module):
                 "went through the attention interface. Expected all: layers that keep another "
                 "state than keys and values aren't carried."
             )
-        return (out.logits, *(t for i in range(len(past) // 2) for t in recorder.present[i]))
+        present = (t for i in range(len(past) // 2) for t in recorder.present[i])
+        return (out.logits, *present, *((self.taps.joined(),) if self.taps else ()))
 
 
 def cache_spec(config: PretrainedConfig, max_context: int) -> CacheSpec:
@@ -78,11 +84,16 @@ def cache_spec(config: PretrainedConfig, max_context: int) -> CacheSpec:
 
 
 def trace_decoder(
-    config: PretrainedConfig, max_context: int, *, head_rows: int | None = None
+    config: PretrainedConfig,
+    max_context: int,
+    *,
+    head_rows: int | None = None,
+    taps: Sequence[int] = (),
 ) -> ir.Model:
     """Trace a decoder from its configuration alone.
 
     head_rows: tokens that the output head knows, where they aren't the whole vocabulary.
+    taps: hidden states to give as `features`, as `export.taps` numbers them.
     Returns an `onnx_ir` model whose inputs and outputs are those of
     `runtime.contract.target_graph`, but for `num_logits`, which is still `logit_rows`
     [num_logits] i64; initializers carry the names of the checkpoint's tensors and no data.
@@ -92,8 +103,9 @@ def trace_decoder(
     config = carried(config)
     with quiet(), FakeTensorMode(allow_non_fake_inputs=True):
         model = _build(config, head_rows)
-        program = _export(_StaticCacheDecoder(model, max_context), cache_spec(config, max_context))
-    return _cleaned(program.model)
+        decoder = _StaticCacheDecoder(model, max_context, taps)
+        program = _export(decoder, cache_spec(config, max_context))
+    return cleaned(program.model)
 
 
 def _build(config: PretrainedConfig, head_rows: int | None) -> torch.nn.Module:
@@ -154,45 +166,21 @@ def _export(decoder: _StaticCacheDecoder, cache: CacheSpec) -> torch.onnx.ONNXPr
     rows = {0: torch.export.Dim("batch", min=1, max=1024)}
     ids = {**rows, 1: torch.export.Dim("query_len", min=1, max=cache.max_context)}
     kept = {0: torch.export.Dim("num_logits", min=1, max=cache.max_context)}
-    try:
-        program = torch.onnx.export(
-            decoder,
-            args,
-            dynamo=True,
-            opset_version=OPSET,
-            optimize=False,
-            verbose=False,
-            dynamic_shapes=(ids, rows, kept, tuple(rows for _ in past)),
-            input_names=[
-                "input_ids",
-                "past_lengths",
-                "logit_rows",
-                *(s.name for s in cache.past()),
-            ],
-            output_names=["logits", *(s.name for s in cache.present())],
-        )
-    except Exception as error:
-        raise _reason(error, type(decoder.model).__name__) from error
-    if program is None:
-        raise BuildError("torch.onnx.export returned nothing; rerun with --verbose.")
-    return program
-
-
-def _reason(error: Exception, model: str) -> OutriderError:
-    """What stopped the exporter: a refusal from in here, which it wraps, or its own trouble."""
-    last: BaseException = error
-    while not isinstance(last, OutriderError) and (last.__cause__ or last.__context__):
-        last = last.__cause__ or last.__context__  # type: ignore[assignment]
-    if isinstance(last, OutriderError):
-        return type(last)(str(last))
-    text = str(last).strip() or "no message"
-    return BuildError(
-        f"{model}: the trace failed ({type(last).__name__}: {text.splitlines()[0]}). Expected a "
-        "decoder that torch.onnx.export can follow; please report it with its config.json."
+    return to_onnx(
+        decoder,
+        args,
+        (ids, rows, kept, tuple(rows for _ in past)),
+        inputs=["input_ids", "past_lengths", "logit_rows", *(s.name for s in cache.past())],
+        outputs=[
+            "logits",
+            *(s.name for s in cache.present()),
+            *(["features"] if decoder.taps else []),
+        ],
+        name=type(decoder.model).__name__,
     )
 
 
-def _cleaned(model: ir.Model) -> ir.Model:
+def cleaned(model: ir.Model) -> ir.Model:
     """Names as the checkpoint has them; weights lose their fake values, buffers keep theirs."""
     prefix = "model."
     for value in list(model.graph.initializers.values()):

@@ -11,7 +11,7 @@ computed from it inside the graph, and rollback is a smaller length.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .errors import EngineError
 
@@ -23,6 +23,7 @@ class TensorSpec:
     name: str
     dtype: str  # numpy name
     axes: tuple[str | int, ...]
+    optional: bool = False  # an output that a graph need not have, nor a caller bind
 
 
 def _spec(name: str, dtype: str, *axes: str | int) -> TensorSpec:
@@ -33,6 +34,9 @@ INPUT_IDS = _spec("input_ids", "int64", "batch", "query_len")
 PAST_LENGTHS = _spec("past_lengths", "int32", "batch")  # rows of the cache that are valid
 NUM_LOGITS = _spec("num_logits", "int64")  # how many of the last query rows are projected
 LOGITS = _spec("logits", "float32", "batch", "num_logits", "vocab")
+# The target's hidden states that a head drafts from, those of one row joined; of every query row.
+FEATURES = _spec("features", "float32", "batch", "query_len", "feature_width")
+TARGET_FEATURES = replace(FEATURES, optional=True)
 
 # Sampling parameters, one value a row; the same tensors feed the draft step and accept.
 TEMPERATURE = _spec("temperature", "float32", "batch")  # 0 is greedy
@@ -73,6 +77,9 @@ DRAFT_SAMPLING = (DRAFT_UNIFORMS, *SAMPLING, *ADJUSTING, DRAFT_ALLOWED_TOKENS, D
 # The draft step's outputs; ids are the target's, q is over the draft vocabulary.
 DRAFT_TOKEN = _spec("draft_token", "int64", "batch", 1)
 DRAFT_STEP_PROBS = _spec("draft_step_probs", "float32", "batch", 1, "draft_vocab")
+# A head's own: what stands in for the target's state at a row that the target hasn't seen yet.
+STATES = _spec("states", "float32", "batch", "query_len", "state_width")
+NEXT_STATE = _spec("next_state", "float32", "batch", 1, "state_width")
 # The same, stacked over the k steps of a round, as accept reads them.
 DRAFT_TOKENS = _spec("draft_tokens", "int64", "batch", "k")
 DRAFT_PROBS = _spec("draft_probs", "float32", "batch", "k", "draft_vocab")
@@ -128,7 +135,7 @@ def target_graph(cache: CacheSpec) -> GraphSpec:
     """Prefill, plain decoding and verification: one graph, told apart by query_len."""
     return GraphSpec(
         inputs=(INPUT_IDS, PAST_LENGTHS, NUM_LOGITS, *cache.past()),
-        outputs=(LOGITS, *cache.present()),
+        outputs=(LOGITS, *cache.present(), TARGET_FEATURES),
     )
 
 
@@ -137,6 +144,20 @@ def draft_graph(cache: CacheSpec) -> GraphSpec:
     return GraphSpec(
         inputs=(INPUT_IDS, PAST_LENGTHS, *DRAFT_SAMPLING, *cache.past()),
         outputs=(DRAFT_TOKEN, DRAFT_STEP_PROBS, *cache.present()),
+    )
+
+
+def fuse_graph() -> GraphSpec:
+    """The target's features of a row → the state that an EAGLE-3 head starts from."""
+    return GraphSpec(inputs=(FEATURES,), outputs=(STATES,))
+
+
+def eagle_graph(cache: CacheSpec) -> GraphSpec:
+    """One step of an EAGLE head: row i pairs token i + 1 with the state at i; one token, q and the
+    last row's own state out, which the next step pairs with that token."""
+    return GraphSpec(
+        inputs=(INPUT_IDS, STATES, PAST_LENGTHS, *DRAFT_SAMPLING, *cache.past()),
+        outputs=(DRAFT_TOKEN, DRAFT_STEP_PROBS, NEXT_STATE, *cache.present()),
     )
 
 
@@ -194,12 +215,14 @@ def check_graph(
         ("input", spec.inputs, inputs),
         ("output", spec.outputs, outputs),
     ):
-        expected = {s.name for s in specs}
-        if set(received) != expected:
+        required = {s.name for s in specs if not s.optional}
+        missing, unexpected = required - set(received), set(received) - {s.name for s in specs}
+        if missing or unexpected:
             raise EngineError(
-                f"{where}: {side}s missing {sorted(expected - set(received))}, "
-                f"unexpected {sorted(set(received) - expected)}; rebuild the bundle."
+                f"{where}: {side}s missing {sorted(missing)}, unexpected {sorted(unexpected)}; "
+                "rebuild the bundle."
             )
         for tensor in specs:
-            check_tensor(tensor, *received[tensor.name], axes)
+            if tensor.name in received:
+                check_tensor(tensor, *received[tensor.name], axes)
     return axes

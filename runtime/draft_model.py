@@ -3,9 +3,7 @@
 Invariant: the draft cache holds rows of committed tokens only, a run of them that ends where
 `length` says. Between rounds that is all committed tokens but the last, one fewer after a full
 accept (the last draft was never read), and any number fewer after rounds that did not draft;
-`propose` catches up first. A draft far behind, or at its cache's end, starts anew from the last
-`WINDOW` tokens: any q is exact as long as it is what was sampled from, and reading a long prompt
-for a few drafts doesn't pay.
+`propose` catches up first.
 """
 
 from __future__ import annotations
@@ -20,11 +18,10 @@ from .acceptance import PRIOR_ACCEPTANCE, Acceptance, AcceptanceByPosition
 from .buffers import RoundBuffers
 from .constraint import Constraint
 from .contract import CacheSpec
+from .draft_window import DraftWindow
 from .drafter import Proposal
 from .executor import Call, Executor, cache_buffers
 from .offer import Offer
-
-WINDOW = 128  # most tokens that are read to catch up, in one call
 
 
 class DraftModel:
@@ -33,13 +30,11 @@ class DraftModel:
     def __init__(self, executor: Executor, cache: CacheSpec, buffers: RoundBuffers) -> None:
         self._executor = executor
         self._buffers = buffers
-        self._max_context = cache.max_context
-        self._window = min(WINDOW, cache.max_context // 2)
-        self._base = 0  # index in the sequence of the token in the cache's first row
+        self._window = DraftWindow(buffers.draft_lengths, cache.max_context)
         self._caches = cache_buffers(cache.past(), cache.shape(1))
         names = zip(cache.past(), cache.present(), strict=True)
         self._present = {present.name: self._caches[past.name] for past, present in names}
-        self._chunk = np.zeros((1, self._window), np.int64)
+        self._chunk = np.zeros((1, self._window.size), np.int64)
         self._unused_token = np.zeros((1, 1), np.int64)
         self._unused_probs = np.zeros((1, 1, buffers.draft_probs.shape[2]), np.float32)
         self._catch_up_calls: dict[int, Call] = {}
@@ -50,48 +45,33 @@ class DraftModel:
 
     @property
     def length(self) -> int:
-        return self._base + int(self._buffers.draft_lengths[0])
+        return self._window.end
 
     def acceptance(self, measured: float | None) -> Acceptance:
         prior = PRIOR_ACCEPTANCE if measured is None else measured
         return AcceptanceByPosition(self._buffers.max_draft_tokens, prior)
 
     def offer(self, tokens: Sequence[int], most: int) -> Offer:
-        """Behind a full window k drafts write k - 1 more rows."""
-        room = self._max_context - self._window + 1
-        unread = min(len(tokens) - self.length, self._window)
-        return Offer(num_tokens=min(most, room), unread=unread)
+        unread = min(len(tokens) - self.length, self._window.size)
+        return Offer(num_tokens=min(most, self._window.most_drafts), unread=unread)
 
     def rollback(self, length: int) -> None:
-        if length < self._base:
-            self._restart(0)
-        elif length < self.length:
-            self._buffers.draft_lengths[0] = length - self._base
+        self._window.rollback(length)
 
     def propose(self, tokens: Sequence[int], k: int, constraint: Constraint) -> Proposal:
         """x_1 … x_k ~ q, behind the committed `tokens`."""
-        self._make_room(len(tokens), k)
+        self._window.make_room(len(tokens), k)
         seconds = self._catch_up(tokens[self.length : -2])
         unread = len(tokens) - self.length
         block, drafted = self._buffers.block, 0
         while drafted < k and constraint.open_row(drafted):
             first_of_two = drafted == 0 and unread == 2
             seconds += (self._first_of_two if first_of_two else self._steps[drafted]).run()
-            self._buffers.draft_lengths[0] += 1 if drafted else unread
+            self._window.rows += 1 if drafted else unread
             if not constraint.drafted(int(block[0, 2 + drafted])):
                 break  # the draft's vocabulary has no token that may follow
             drafted += 1
         return Proposal(num_drafted=drafted, seconds=seconds)
-
-    def _make_room(self, committed: int, k: int) -> None:
-        far_behind = committed - self.length > self._window
-        full = committed - self._base + k - 1 > self._max_context
-        if far_behind or full:
-            self._restart(max(0, committed - self._window))
-
-    def _restart(self, base: int) -> None:
-        self._base = base
-        self._buffers.draft_lengths[0] = 0
 
     def _catch_up(self, tokens: Sequence[int]) -> float:
         """Read all but the last two tokens, whose step follows."""
@@ -105,7 +85,7 @@ class DraftModel:
             self._catch_up_calls[count] = call
         self._chunk[0, :count] = tokens
         seconds = call.run()
-        self._buffers.draft_lengths[0] += count
+        self._window.rows += count
         return seconds
 
     def _bind_step(self, step: int, input_ids: NDArray[Any]) -> Call:

@@ -12,9 +12,10 @@ from .contract import GraphSpec, accept_graph, target_graph
 from .drafters import load_drafter
 from .errors import EngineError
 from .executor import EngineOptions, Executor
+from .features import FeatureStore
 from .manifest import Manifest
 from .round import Rounds
-from .target import TargetStep
+from .target import PREFILL_CHUNK, TargetStep
 
 
 def load_rounds(path: Path, manifest: Manifest, options: EngineOptions) -> Rounds:
@@ -22,16 +23,21 @@ def load_rounds(path: Path, manifest: Manifest, options: EngineOptions) -> Round
     card, vocab = manifest.target, manifest.target.vocab_size
     sizes = {"vocab": vocab, "draft_vocab": manifest.draft_vocab_size}
     buffers = RoundBuffers(manifest.limits.max_draft_tokens, vocab, manifest.draft_vocab_size)
-    target = _open(path, "target", target_graph(card.cache), options, {"vocab": vocab})
+    width = manifest.feature_width
+    fixed = {"vocab": vocab, **({"feature_width": width} if width else {})}
+    target = _open(path, "target", target_graph(card.cache), options, fixed)
     # Accept reads one row but for a few values: a worker would cost more than it does.
     accept = _open(path, "accept", accept_graph(), replace(options, threads=1), sizes)
-    drafter = None
+    features, drafter = None, None
+    if width:
+        most_rows = max(PREFILL_CHUNK, manifest.limits.max_draft_tokens + 1)
+        features = FeatureStore(width, card.cache.max_context, most_rows)
     if manifest.draft:
-        open_graph = partial(_open, path, options=options, sizes=sizes)
-        drafter = load_drafter(manifest.draft, open_graph, buffers)
+        open_graph = partial(_open, path, options=options, sizes={**sizes, **fixed})
+        drafter = load_drafter(manifest.draft, open_graph, buffers, features)
     return Rounds(
         buffers,
-        TargetStep(target, card.cache, buffers),
+        TargetStep(target, card.cache, buffers, features),
         drafter,
         AcceptStep(accept, buffers),
     )

@@ -105,7 +105,10 @@ class Executor:
         return cls(session, spec, path.name)
 
     def bind(self, inputs: Buffers, outputs: Buffers) -> Call:
-        """Prepare one call; every array must be C-contiguous and fit the contract."""
+        """Prepare one call; every array must be C-contiguous and fit the contract.
+
+        An optional output without a buffer is left to the engine, which frees it.
+        """
         axes: dict[str, int] = {}
         binding = self._session.io_binding()
         for spec in self._spec.inputs:
@@ -114,6 +117,8 @@ class Executor:
                 spec.name, "cpu", 0, array.dtype, list(array.shape), array.ctypes.data
             )
         for spec in self._spec.outputs:
+            if spec.optional and spec.name not in outputs:
+                continue
             array = self._checked(spec, outputs, axes)
             binding.bind_output(
                 spec.name, "cpu", 0, array.dtype, list(array.shape), array.ctypes.data

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from .contract import CacheSpec
 from .errors import BundleError
 
-SCHEMA = 2
+SCHEMA = 3
 MOST_NGRAM = 16
 
 
@@ -90,7 +90,35 @@ class NgramDraft:
         return "none"
 
 
-DraftCard = ModelDraft | NgramDraft  # told apart by `kind`; `drafters.py` loads each
+@dataclass(frozen=True, kw_only=True)
+class EagleDraft:
+    """A head on the target's hidden states, `onnx/draft.onnx`, with a cache of one layer.
+
+    Version 3 joins the states at `taps` by `onnx/fuse.onnx`; version 1 (EAGLE-1 and -2) starts from
+    the state behind the target's last norm.
+    """
+
+    kind: Literal["eagle"] = "eagle"
+    version: int
+    card: ModelCard
+    taps: tuple[int, ...]  # layers whose input it reads; empty: the state behind the last norm
+    feature_width: int  # of the target's `features`
+    state_width: int
+
+    def __post_init__(self) -> None:
+        if self.version not in (1, 3):
+            raise _unfit("draft.version", self.version, "1 or 3")
+
+    @property
+    def name(self) -> str:
+        return self.card.name
+
+    @property
+    def precision(self) -> str:
+        return self.card.precision
+
+
+DraftCard = ModelDraft | NgramDraft | EagleDraft  # told apart by `kind`; `drafters.py` loads each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,8 +153,13 @@ class Manifest:
 
     @property
     def draft_model(self) -> ModelCard | None:
-        """The draft's model, where the draft is one."""
-        return self.draft.card if isinstance(self.draft, ModelDraft) else None
+        """What the drafter has weights of its own in, if anything."""
+        return self.draft.card if isinstance(self.draft, ModelDraft | EagleDraft) else None
+
+    @property
+    def feature_width(self) -> int:
+        """Of the target's hidden states that the drafter reads; 0: none."""
+        return self.draft.feature_width if isinstance(self.draft, EagleDraft) else 0
 
     @property
     def draft_vocab_size(self) -> int:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from .buffers import RoundBuffers
 from .contract import CacheSpec
 from .executor import Call, Executor, cache_buffers
+from .features import FeatureStore
 
 PREFILL_CHUNK = 128  # rows a call: enough to amortise the weights, small enough to cancel soon
 
@@ -22,9 +23,16 @@ PREFILL_CHUNK = 128  # rows a call: enough to amortise the weights, small enough
 class TargetStep:
     """The target graph over its own cache and the shared round buffers."""
 
-    def __init__(self, executor: Executor, cache: CacheSpec, buffers: RoundBuffers) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        cache: CacheSpec,
+        buffers: RoundBuffers,
+        features: FeatureStore | None = None,  # where a drafter reads them
+    ) -> None:
         self._executor = executor
         self._buffers = buffers
+        self._features = features
         self._caches = cache_buffers(cache.past(), cache.shape(1))
         names = zip(cache.past(), cache.present(), strict=True)
         self._present = {present.name: self._caches[past.name] for past, present in names}
@@ -44,7 +52,9 @@ class TargetStep:
 
     def verify(self, rows: int) -> float:
         """Logits of the last committed token and the drafts behind it: `rows` rows, one pass."""
-        return self._verify[rows - 1].run()
+        seconds = self._verify[rows - 1].run()
+        self._keep_features(rows)
+        return seconds
 
     def prefill(self, tokens: Sequence[int]) -> float:
         """Append `tokens` (at most a chunk) to the cache; logits[0, 0] is the last one's row."""
@@ -54,8 +64,13 @@ class TargetStep:
             call = self._calls[count, 1] = self._bind(self._chunk[:, :count], 1)
         self._chunk[0, :count] = tokens
         seconds = call.run()
+        self._keep_features(count)
         self.length += count
         return seconds
+
+    def _keep_features(self, rows: int) -> None:
+        if self._features is not None:
+            self._features.keep(self.length, rows)
 
     def _bind(self, input_ids: NDArray[Any], num_logits: int) -> Call:
         inputs = {
@@ -64,5 +79,7 @@ class TargetStep:
             "num_logits": np.array(num_logits, np.int64),
             **self._caches,
         }
-        logits = self._buffers.logits[:, :num_logits]
-        return self._executor.bind(inputs, {"logits": logits, **self._present})
+        outputs = {"logits": self._buffers.logits[:, :num_logits], **self._present}
+        if self._features is not None:
+            outputs["features"] = self._features.output(input_ids.shape[1])
+        return self._executor.bind(inputs, outputs)

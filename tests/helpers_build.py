@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -94,17 +95,24 @@ def keep_traces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let builds take the portable graph of a configuration that was traced before."""
 
     @functools.cache
-    def portable(text: str, max_context: int, head_rows: int | None) -> ir.Model:
-        return make_portable(trace_decoder(configs[text], max_context, head_rows=head_rows))
+    def portable(
+        text: str, max_context: int, head_rows: int | None, taps: tuple[int, ...]
+    ) -> ir.Model:
+        traced = trace_decoder(configs[text], max_context, head_rows=head_rows, taps=taps)
+        return make_portable(traced)
 
     def trace(
-        config: PretrainedConfig, max_context: int, *, head_rows: int | None = None
+        config: PretrainedConfig,
+        max_context: int,
+        *,
+        head_rows: int | None = None,
+        taps: Sequence[int] = (),
     ) -> ir.Model:
         values = config.to_dict()
         values.pop("_name_or_path", None)  # the only value that says where it was read from
         text = json.dumps(values, sort_keys=True, default=str)
         configs[text] = config
-        return portable(text, max_context, head_rows).clone()
+        return portable(text, max_context, head_rows, tuple(taps)).clone()
 
     configs: dict[str, PretrainedConfig] = {}
     monkeypatch.setattr(graphs, "trace_decoder", trace)

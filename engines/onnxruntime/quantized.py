@@ -63,12 +63,14 @@ class QuantizedLinearPass(ir.passes.InPlacePass):
         self.quantizer = quantizer
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        linears = [m for m in (match_linear(n) for n in model.graph) if m is not None]
+        linears = [n for n in model.graph if match_linear(n) is not None]
         tables = [n for n in model.graph if n.op_type == "Gather" and _reads_embedding(n)]
         tables = [n for n in tables if self._in_whole_blocks(shape(n.inputs[0]))]  # type: ignore[arg-type]
         parts = _Parts(model.graph, self.quantizer)
-        for linear in linears:
-            self._linear(model.graph, linear, parts)
+        for node in linears:
+            linear = match_linear(node)  # anew: what it reads may be a layer replaced just now
+            if linear is not None:
+                self._linear(model.graph, linear, parts)
         for table in tables:
             self._table(model.graph, table, parts)
         if linears or tables:

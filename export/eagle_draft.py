@@ -1,0 +1,127 @@
+"""An EAGLE head on its way into a bundle: its graphs, and what must hold of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from engines.external_data import WeightStore
+from runtime.manifest import EagleDraft, Gate, ModelCard
+
+from .checkpoint import Checkpoint
+from .draft_plan import WrittenDraft
+from .eagle_gates import head_parity
+from .eagle_graph import write_fuse, write_head
+from .eagle_head import EagleHead, open_eagle
+from .gate_graph import GateGraph
+from .graphs import WrittenGraph
+from .limits import draft_context
+from .precision import Precision
+from .taps import feature_width
+from .trace import cache_spec
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleDraftPlan:
+    """`context`: rows of the head's cache; the head may know fewer positions than the target."""
+
+    head: EagleHead
+    target: Checkpoint
+    precision: Precision
+    target_context: int
+    context: int
+
+    @classmethod
+    def open(
+        cls, source: str, target: Checkpoint, *, target_context: int, precision: Precision
+    ) -> Self:
+        """Raises CheckpointError where it doesn't fit the target, BuildError for its context."""
+        head = open_eagle(source, target)
+        return cls(
+            head=head,
+            target=target,
+            precision=precision,
+            target_context=target_context,
+            context=draft_context(target_context, head.config, head.name),
+        )
+
+    @property
+    def name(self) -> str:
+        return f"{self.head.name}, {self.precision.name}"
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Of the target, as `export.taps` numbers them."""
+        return self.head.taps or (self.target.config.num_hidden_layers,)
+
+    def write(self, onnx: Path, store: WeightStore, *, target_vocab: int) -> WrittenDraft:
+        graph = write_head(
+            self.head,
+            self.precision,
+            self.context,
+            store,
+            target_vocab=target_vocab,
+            share=self._shared,
+        )
+        rounded = graph.rounded
+        if self.head.version == 3:
+            rounded |= write_fuse(self.head, self.precision, store)
+        return WrittenDraft(
+            card=self._card(graph),
+            vocab_size=graph.vocab_size,
+            d2t=self.head.d2t,
+            gates=lambda tokens: [self._parity(graph, rounded, onnx, tokens)],
+        )
+
+    def _shared(self, name: str) -> str | None:
+        """The key of an embedding that the target lends, as the target's own graph has it."""
+        base, _, part = name.partition(".weight")
+        embedding = self.target.find("model.embed_tokens.weight")
+        if embedding is None or f"{base}.weight" not in self.head.borrowed:
+            return None
+        home = self.target.stored(embedding)
+        if self.head.lender_name(f"{base}.weight") != home:
+            return None
+        return f"{home}:{self.precision.name}:{part.removesuffix('.table')}"
+
+    def _card(self, graph: WrittenGraph) -> EagleDraft:
+        shapes = self.head.shapes()
+        own = (size for name, size in shapes.items() if name not in self.head.borrowed)
+        return EagleDraft(
+            version=self.head.version,
+            card=ModelCard(
+                name=self.head.name,
+                model_type=self.head.config.model_type,
+                revision=self.head.revision,
+                sha256=self.head.sha256,
+                parameters=sum(_count(size) for size in own),
+                precision=self.precision.name,
+                vocab_size=graph.vocab_size,
+                cache=graph.cache,
+            ),
+            taps=self.taps,
+            feature_width=feature_width(self.target.config, self.taps),
+            state_width=self.head.config.hidden_size,
+        )
+
+    def _parity(
+        self, graph: WrittenGraph, rounded: frozenset[str], onnx: Path, tokens: Sequence[int]
+    ) -> Gate:
+        tokens = tokens[: self.context]
+        cache = cache_spec(self.target.config, self.target_context)
+        target = GateGraph(onnx / "target.onnx", cache, self.target.config.vocab_size)
+        target.rows(tokens)
+        return head_parity(
+            self.head, graph, self.precision, rounded, onnx, list(tokens), target.features
+        )
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+

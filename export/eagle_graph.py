@@ -1,0 +1,58 @@
+"""From an EAGLE head to its written graphs: `draft.onnx`, and `fuse.onnx` for EAGLE-3."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import onnx_ir as ir
+
+from engines.external_data import WeightStore, save
+from engines.onnxruntime.lowering import lower
+
+from .draft_tail import append_draft_sampling
+from .eagle_head import EagleHead
+from .eagle_trace import trace_fuse, trace_head
+from .graphs import WrittenGraph
+from .portable import bind_weights, simplify
+from .precision import Precision
+from .trace import cache_spec
+
+Share = Callable[[str], str | None]
+
+
+def write_head(
+    head: EagleHead,
+    precision: Precision,
+    max_context: int,
+    store: WeightStore,
+    *,
+    target_vocab: int,
+    share: Share = lambda _: None,
+) -> WrittenGraph:
+    """share: keys in the store of weights that are the target's."""
+    model = simplify(trace_head(head, max_context))
+    bind_weights(model, head.load)
+    lower(model, precision.quantizer())
+    append_draft_sampling(model, head.d2t, vocab_size=target_vocab)
+    rounded = rounded_names(model)
+    save(model, "draft", store, share=share)
+    return WrittenGraph(
+        cache=cache_spec(head.config, max_context), vocab_size=head.vocab_size, rounded=rounded
+    )
+
+
+def write_fuse(head: EagleHead, precision: Precision, store: WeightStore) -> frozenset[str]:
+    """Returns the names of the weights that were quantized."""
+    model = simplify(trace_fuse(head))
+    bind_weights(model, head.load)
+    lower(model, precision.quantizer())
+    rounded = rounded_names(model)
+    save(model, "fuse", store)
+    return rounded
+
+
+def rounded_names(model: ir.Model) -> frozenset[str]:
+    """Weights behind `….codes` initializers; joined ones are named `a+b`."""
+    codes = [n for n in model.graph.initializers if n.endswith((".codes", ".codes.table"))]
+    names = (n.removesuffix(".table").removesuffix(".codes") for n in codes)
+    return frozenset(name for joined in names for name in joined.split("+"))
