@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from runtime.errors import CheckpointError
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-_WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]
+_WANTED = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
 
 
-def download(source: str, revision: str | None) -> Path:
+def download(source: str, revision: str | None, *, patterns: Sequence[str] = _WANTED) -> Path:
     """The snapshot's directory, named after its commit; HF_HUB_OFFLINE reads the cache alone.
 
     Raises CheckpointError for what is neither a path nor a hub id, and for a failed download.
@@ -25,7 +26,7 @@ def download(source: str, revision: str | None) -> Path:
 
     try:
         path = snapshot_download(
-            source, revision=revision, allow_patterns=_WANTED, ignore_patterns=["*/*"]
+            source, revision=revision, allow_patterns=list(patterns), ignore_patterns=["*/*"]
         )
     except (OSError, ValueError) as error:  # the hub's errors are OSErrors or ValueErrors
         raise CheckpointError(

@@ -77,14 +77,15 @@ def open_directory(directory: Path, *, name: str, revision: str) -> Checkpoint:
         name=name,
         revision=revision,
         config=config,
-        tensors=SafetensorsStore(directory, _read_headers(directory)),
+        tensors=SafetensorsStore(directory, read_headers(directory)),
         tokens=_special_tokens(directory, config.vocab_size),
         read_text=partial(_read_text, directory),
         read_model=partial(_read_model, directory),
     )
 
 
-def _read_headers(directory: Path) -> dict[str, StoredTensor]:
+def read_headers(directory: Path) -> dict[str, StoredTensor]:
+    """Every tensor of a directory's one file or of its shards, none of them read."""
     if (directory / _INDEX).exists():
         return _read_shards(directory)
     if (directory / _SINGLE).exists():

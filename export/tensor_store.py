@@ -37,6 +37,29 @@ class TensorStore(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RenamedStore:
+    """Some of a store's tensors, under other names."""
+
+    own: TensorStore
+    stored: Mapping[str, str]  # name here → name in `own`
+
+    def names(self) -> frozenset[str]:
+        return frozenset(self.stored)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.own.shape(self.stored.get(name, name))
+
+    def dtype(self, name: str) -> str:
+        return self.own.dtype(self.stored.get(name, name))
+
+    def load(self, name: str) -> np.ndarray:
+        return self.own.load(self.stored.get(name, name))
+
+    def sha256(self) -> str:
+        return self.own.sha256()
+
+
+@dataclass(frozen=True, kw_only=True)
 class BorrowingStore:
     """A store in which some names resolve to another store's tensors."""
 
