@@ -38,6 +38,7 @@ GATE_TEXT = (
     "The quick brown fox jumps over the lazy dog, 42 times. Water boils at 100 degrees."
 )
 GATE_TOKENS = 48
+LEAST_ACCEPTANCE = 0.05  # below it, a draft doesn't fit its target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,8 +140,28 @@ def _fill(plan: _Plan, directory: Path, progress: Progress) -> Manifest:
     progress("checking the graphs against the checkpoints")
     manifest = replace(manifest, gates=_gates(plan, target, draft, directory))
     progress("measuring step times")
-    _write_report(directory, "latency", measure(directory, manifest))
+    latency = measure(directory, manifest)
+    _write_report(directory, "latency", latency)
+    _warn_of_acceptance(manifest, plan.taps, latency["acceptance"])
     return manifest
+
+
+def _warn_of_acceptance(
+    manifest: Manifest, taps: tuple[int, ...], acceptance: float | None
+) -> None:
+    """What no file shows: that a draft, right in all its shapes, was made for something else."""
+    if manifest.draft_model is None or acceptance is None or acceptance >= LEAST_ACCEPTANCE:
+        return
+    reads = f", and that it reads the target's states {list(taps)}" if taps else ""
+    logger.warning(
+        "--draft %s: received %.0f %% of first drafts accepted on the shipped prompts. Expected at "
+        "least %.0f %%; check that it was trained for %s%s, and its map of tokens (d2t).",
+        manifest.draft_model.name,
+        100 * acceptance,
+        100 * LEAST_ACCEPTANCE,
+        manifest.target.name,
+        reads,
+    )
 
 
 def _write_accept(

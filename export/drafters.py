@@ -12,6 +12,8 @@ from runtime.errors import BuildError
 
 from .checkpoint import Checkpoint
 from .draft_plan import DraftPlan
+from .drafter_kind import DrafterKind, read_kind
+from .eagle_draft import EagleDraftPlan
 from .model_draft import ModelDraftPlan
 from .ngram_draft import NgramDraftPlan
 from .precision import precision
@@ -46,10 +48,8 @@ def open_drafter(
     if request.source is None:
         return None
     chosen = precision(request.precision or target_precision, "--draft-precision")
-    if draft_kind(request.source) is DraftKind.EAGLE:
-        return EagleDraftPlan.open(
-            request.source, target, target_context=context, precision=chosen
-        )
+    if read_kind(request.source) is DrafterKind.EAGLE:
+        return EagleDraftPlan.open(request.source, target, target_context=context, precision=chosen)
     return ModelDraftPlan.open(request.source, target, target_context=context, precision=chosen)
 
 

@@ -79,10 +79,8 @@ class EagleDraftPlan:
         """The key of an embedding that the target lends, as the target's own graph has it."""
         base, _, part = name.partition(".weight")
         embedding = self.target.find("model.embed_tokens.weight")
-        if embedding is None or f"{base}.weight" not in self.head.borrowed:
-            return None
-        home = self.target.stored(embedding)
-        if self.head.lender_name(f"{base}.weight") != home:
+        home = None if embedding is None else self.target.stored(embedding)
+        if home is None or self.head.borrowed.get(f"{base}.weight") != home:
             return None
         return f"{home}:{self.precision.name}:{part.removesuffix('.table')}"
 
@@ -123,5 +121,3 @@ def _count(shape: tuple[int, ...]) -> int:
     for size in shape:
         count *= size
     return count
-
-

@@ -45,13 +45,20 @@ def head_parity(
     """
     free, needed = gates.available_bytes(), _eager_bytes(head)
     if needed > free:
-        reason = f"the eager head needs {needed / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free"
+        reason = (
+            f"the eager head needs {needed / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free"
+        )
         return Gate(name="draft parity", status="skipped", reason=reason)
     graph = _graph_rows(head, written, onnx, tokens, features)
     eager = _eager_rows(head, precision, rounded, tokens, features)
     width = graph.shape[1]  # the target's ids alone are drawn
     error = gates.relative_error(*(_laws(rows, width) for rows in (graph, eager)))
-    figures = {"relative_error": error, "limit": EAGER, "rows": len(graph), "own_steps": OWN_STEPS}
+    figures: gates.Figures = {
+        "relative_error": error,
+        "limit": EAGER,
+        "rows": len(graph),
+        "own_steps": OWN_STEPS,
+    }
     if not error <= EAGER:
         raise GateFailed(
             f"gate draft parity: received a relative error of {error:.3g} against the eager head "
@@ -137,9 +144,7 @@ class _HeadGraph:
     """The head's graph, asked for q at temperature 1: its own law, no transform."""
 
     def __init__(self, path: Path, written: WrittenGraph, width: int) -> None:
-        self._executor = Executor.load(
-            path, eagle_graph(written.cache), EngineOptions(spin=False)
-        )
+        self._executor = Executor.load(path, eagle_graph(written.cache), EngineOptions(spin=False))
         self._sampling = SamplingInputs(self._executor.axes["vocab"], rows=1)
         self._sampling.begin(SamplingParams(temperature=1.0), ())
         self._past = cache_buffers(written.cache.past(), written.cache.shape(1))

@@ -21,6 +21,7 @@ input_layernorm; logits = lm_head(x), and x is the next step's state.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -52,7 +53,7 @@ class EagleHead:
     norm_before_fc: bool
     fc_norms: bool
     norm_output: bool
-    borrowed: frozenset[str]  # canonical names that are the target's tensors
+    borrowed: Mapping[str, str]  # canonical name → the target's tensor that stands for it
     tensors: TensorStore = field(repr=False)  # by canonical names
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -124,6 +125,6 @@ def _head(
         norm_before_fc=config.norm_before_fc,
         fc_norms=config.fc_norms,
         norm_output=config.norm_output,
-        borrowed=frozenset(tensors.borrowed),
+        borrowed=tensors.borrowed,
         tensors=tensors,
     )

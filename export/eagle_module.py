@@ -10,7 +10,8 @@ EAGLE-3 (arXiv 2503.01840, section 3.1), with e the embedding of a row's token a
 
 EAGLE-1 and -2 (arXiv 2401.15077, section 4.1): g is the target's state behind its last norm,
 
-    y = fc(e ‖ g);  x = y + attention(y);  x += mlp(post_attention_layernorm(x));  logits = lm_head(x)
+    y = fc(e ‖ g);  x = y + attention(y);  x += mlp(post_attention_layernorm(x))
+    logits = lm_head(x), and the row's own state is x
 """
 
 from __future__ import annotations

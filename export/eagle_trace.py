@@ -99,4 +99,3 @@ def _export(module: _StaticCacheHead, head: EagleHead, max_context: int) -> Any:
 
 def _batch() -> Any:
     return torch.export.Dim("batch", min=1, max=1024)
-

@@ -118,9 +118,9 @@ def features_parity(
     if not max(errors) <= EAGER:
         worst = int(np.argmax(errors))
         raise GateFailed(
-            f"gate features: state {taps[worst]}: received a relative error of {errors[worst]:.3g} "
-            f"against the eager model with the same weights. Expected at most {EAGER:g}; this model "
-            "isn't exported rightly: please report it with its config.json."
+            f"gate features: state {taps[worst]}: received a relative error of "
+            f"{errors[worst]:.3g} against the eager model with the same weights. Expected at most "
+            f"{EAGER:g}; this model isn't exported rightly: please report it with its config.json."
         )
     return Gate(name="features", status="passed", figures=figures)
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from .bundle_files import MANIFEST, PARTIAL, check_files, verify_digests
 from .errors import BundleError
-from .manifest import Manifest, ModelCard
+from .manifest import EagleDraft, Manifest, ModelCard
 
 Int64Array = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -42,7 +42,7 @@ class Bundle:
     def tokenizer_path(self) -> Path:
         return self.path / "tokenizer.json"
 
-    def model_path(self, graph: Literal["target", "draft", "accept"]) -> Path:
+    def model_path(self, graph: Literal["target", "draft", "fuse", "accept"]) -> Path:
         return self.path / "onnx" / f"{graph}.onnx"
 
     @classmethod
@@ -89,7 +89,10 @@ def _read_manifest(path: Path) -> Manifest:
 
 
 def _check_contents(manifest: Manifest) -> None:
-    required = [*_REQUIRED, *(["onnx/draft.onnx"] if manifest.draft_model else [])]
+    graphs = ["onnx/draft.onnx"] if manifest.draft_model else []
+    if isinstance(manifest.draft, EagleDraft) and manifest.draft.version == 3:
+        graphs.append("onnx/fuse.onnx")
+    required = [*_REQUIRED, *graphs]
     missing = [name for name in required if name not in manifest.files]
     if missing:
         raise BundleError(f"bundle: files missing: {missing}; rebuild the bundle.")

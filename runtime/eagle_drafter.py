@@ -148,7 +148,7 @@ class EagleDrafter:
             **sampling.shared,
             **self._caches,
         }
-        outputs = {
+        outputs: dict[str, Array] = {
             "draft_token": buffers.block[:, step + 2 : step + 3],
             "draft_step_probs": buffers.draft_probs[:, step : step + 1],
             "next_state": self._states[step % 2],

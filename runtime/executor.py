@@ -86,6 +86,7 @@ class Executor:
         self._session = session
         self._spec = spec
         self._where = where
+        self._outputs = {output.name for output in session.get_outputs()}
         #: sizes of the symbolic axes that the graph fixes, such as vocab
         self.axes = check_graph(
             spec, _signature(session.get_inputs()), _signature(session.get_outputs()), where
@@ -119,6 +120,11 @@ class Executor:
         for spec in self._spec.outputs:
             if spec.optional and spec.name not in outputs:
                 continue
+            if spec.name not in self._outputs:
+                raise EngineError(
+                    f"{self._where}: received a graph without {spec.name}. Expected it among the "
+                    "outputs: a drafter reads it; rebuild the bundle."
+                )
             array = self._checked(spec, outputs, axes)
             binding.bind_output(
                 spec.name, "cpu", 0, array.dtype, list(array.shape), array.ctypes.data

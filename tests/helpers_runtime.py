@@ -106,15 +106,24 @@ _CACHE_NAMES = {
 }
 
 
+def target_text(table: NDArray[Any], context: int) -> str:
+    """The target as onnx.parser reads it, its caches not yet named as in the contract."""
+    return _TARGET.format(context=context, vocab=table.shape[1], state=_CACHED_STATE)
+
+
 def _table_model(table: NDArray[Any], context: int) -> onnx.ModelProto:
-    text = _TARGET.format(context=context, vocab=table.shape[1], state=_CACHED_STATE)
-    model = onnx.parser.parse_model(text)
+    return named_caches(onnx.parser.parse_model(target_text(table, context)), {"table": table})
+
+
+def named_caches(model: onnx.ModelProto, tables: dict[str, NDArray[Any]]) -> onnx.ModelProto:
+    """Give a parsed model the contract's names and its tables."""
     for node in model.graph.node:
         for names in (node.input, node.output):
             names[:] = [_CACHE_NAMES.get(name, name) for name in names]
     for value in (*model.graph.input, *model.graph.output):
         value.name = _CACHE_NAMES.get(value.name, value.name)
-    model.graph.initializer.append(numpy_helper.from_array(table, "table"))
+    for name, table in tables.items():
+        model.graph.initializer.append(numpy_helper.from_array(table, name))
     onnx.checker.check_model(model)
     return model
 

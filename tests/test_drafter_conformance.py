@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers_eagle import write_eagle_bundle
 from helpers_runtime import near_table, reference_greedy, write_bundle
 from numpy.typing import NDArray
 
@@ -29,7 +30,7 @@ from runtime.drafter import Drafter
 from runtime.engine import load_rounds
 from runtime.executor import EngineOptions
 from runtime.grammar import Grammar
-from runtime.manifest import DraftCard, ModelDraft, NgramDraft
+from runtime.manifest import DraftCard, EagleDraft, ModelDraft, NgramDraft
 from runtime.outcome import Outcome
 from runtime.round import Rounds
 from runtime.sequence import FinishReason
@@ -61,8 +62,16 @@ def _ngram(path: Path) -> Path:
     return write_bundle(path, TABLE, NgramDraft(min_ngram=1, max_ngram=3), context=CONTEXT, eos=())
 
 
+def _eagle(path: Path) -> Path:
+    return write_eagle_bundle(path, TABLE, near_table(TABLE, 0.6), context=CONTEXT, eos=())
+
+
 #: the registry's kinds, each with a bundle of it
-BUNDLES: dict[type, Callable[[Path], Path]] = {ModelDraft: _model, NgramDraft: _ngram}
+BUNDLES: dict[type, Callable[[Path], Path]] = {
+    ModelDraft: _model,
+    NgramDraft: _ngram,
+    EagleDraft: _eagle,
+}
 KINDS = typing.get_args(DraftCard)
 
 

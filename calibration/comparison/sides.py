@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from runtime.bundle import Bundle
 from runtime.errors import BundleError, VocabularyMismatch
 from runtime.executor import EngineOptions
+from runtime.manifest import ModelDraft
 
 from .graphs import DraftGraph, TargetGraph
 
@@ -111,7 +112,7 @@ def check_comparable(reference: Bundle, bundle: Bundle) -> None:
             "bundles of one checkpoint."
         )
     for side in (bundle, reference):
-        if side.manifest.draft_model is None:
+        if not isinstance(side.manifest.draft, ModelDraft):
             raise BundleError(
                 f"{side.path}: received a bundle without a draft model. Expected a target and a "
                 "draft, whose acceptance can be compared; rebuild it with --draft DIR."

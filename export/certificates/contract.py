@@ -15,6 +15,7 @@ from onnx import numpy_helper
 
 from runtime.bundle import Bundle
 from runtime.bundle_files import file_sha256
+from runtime.manifest import EagleDraft
 from runtime.text import Text
 
 from .report import Certificate, Figures, judged
@@ -72,16 +73,39 @@ def _map(bundle: Bundle) -> Found:
 
 
 def _hidden_size(bundle: Bundle) -> Found:
-    """A draft with a map was made for this target, whose embedding it reads: one width."""
+    """A draft with a map was made for this target, whose embedding it reads: one width.
+
+    A head reads the target's states, which must be as wide as it takes them.
+    """
     card = bundle.manifest.draft_model
     width = _head_width(bundle.model_path("target"), bundle.manifest.target.vocab_size)
     if card is None:
         return {"hidden_size": width}, []
     draft = _head_width(bundle.model_path("draft"), card.vocab_size)
     faults = []
-    if bundle.d2t is not None and width != draft:
+    if isinstance(bundle.manifest.draft, EagleDraft):
+        faults += _state_faults(bundle, bundle.manifest.draft)
+    elif bundle.d2t is not None and width != draft:
         faults.append(f"hidden size: received a draft of {draft}. Expected {width}, the target's")
     return {"hidden_size": width, "draft_hidden_size": draft}, faults
+
+
+def _state_faults(bundle: Bundle, card: EagleDraft) -> list[str]:
+    """Widths of what goes from the target to the head, and from one of its steps to the next."""
+    target, draft = bundle.model_path("target"), bundle.model_path("draft")
+    widths = {
+        "features of target.onnx": (_axis(target, "features"), card.feature_width),
+        "states of draft.onnx": (_axis(draft, "states", of_input=True), card.state_width),
+        "next_state of draft.onnx": (_axis(draft, "next_state"), card.state_width),
+    }
+    if card.version == 3:
+        read = _axis(bundle.model_path("fuse"), "features", of_input=True)
+        widths["features of fuse.onnx"] = (read, card.feature_width)
+    return [
+        f"{name}: received a width of {received}. Expected {expected}"
+        for name, (received, expected) in widths.items()
+        if received != expected
+    ]
 
 
 def _head_width(path: Path, vocab: int) -> int | None:
