@@ -53,6 +53,15 @@ def append_draft_sampling(
     NameFixPass()(model)
 
 
+def tail_model(size: int) -> ir.Model:
+    """The tail alone, behind logits [batch, 1, size] f32 that another graph made."""
+    logits = ir.val(LOGITS.name, dtype=ir.DataType.FLOAT, shape=["batch", 1, size])
+    graph = ir.Graph([logits], [logits], nodes=[], opset_imports={"": 24}, name="tail")
+    model = ir.Model(graph, ir_version=10)
+    append_draft_sampling(model)
+    return model
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Step:
     """The contract's inputs; a name that the contract lacks fails here."""

@@ -18,7 +18,8 @@ import numpy as np
 
 from .bundle_files import MANIFEST, PARTIAL, check_files, verify_digests
 from .errors import BundleError
-from .manifest import Manifest, ModelCard
+from .layer_runs import as_text
+from .manifest import LayerSkipDraft, Manifest, ModelCard
 
 Int64Array = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -42,7 +43,7 @@ class Bundle:
     def tokenizer_path(self) -> Path:
         return self.path / "tokenizer.json"
 
-    def model_path(self, graph: Literal["target", "draft", "accept"]) -> Path:
+    def model_path(self, graph: Literal["target", "draft", "tail", "accept"]) -> Path:
         return self.path / "onnx" / f"{graph}.onnx"
 
     @classmethod
@@ -90,6 +91,9 @@ def _read_manifest(path: Path) -> Manifest:
 
 def _check_contents(manifest: Manifest) -> None:
     required = [*_REQUIRED, *(["onnx/draft.onnx"] if manifest.draft_model else [])]
+    if isinstance(manifest.draft, LayerSkipDraft):
+        required.append("onnx/tail.onnx")
+        _check_skipped(manifest.draft, manifest.target.cache.layers)
     missing = [name for name in required if name not in manifest.files]
     if missing:
         raise BundleError(f"bundle: files missing: {missing}; rebuild the bundle.")
@@ -100,6 +104,15 @@ def _check_contents(manifest: Manifest) -> None:
             "tokenizer that the models were built for; rebuild the bundle."
         )
     _check_caches(manifest)
+
+
+def _check_skipped(draft: LayerSkipDraft, layers: int) -> None:
+    if draft.skipped_layers[-1] >= layers or len(draft.skipped_layers) >= layers:
+        raise BundleError(
+            f"manifest.json: draft.skipped_layers: received {as_text(draft.skipped_layers)}. "
+            f"Expected some of the target's {layers} layers, counted from 0, and not all; rebuild "
+            "the bundle."
+        )
 
 
 def _check_caches(manifest: Manifest) -> None:

@@ -33,6 +33,8 @@ INPUT_IDS = _spec("input_ids", "int64", "batch", "query_len")
 PAST_LENGTHS = _spec("past_lengths", "int32", "batch")  # rows of the cache that are valid
 NUM_LOGITS = _spec("num_logits", "int64")  # how many of the last query rows are projected
 LOGITS = _spec("logits", "float32", "batch", "num_logits", "vocab")
+# Of a target that drafts for itself: leave out the layers that its drafts do without.
+SKIP_LAYERS = _spec("skip_layers", "bool")
 
 # Sampling parameters, one value a row; the same tensors feed the draft step and accept.
 TEMPERATURE = _spec("temperature", "float32", "batch")  # 0 is greedy
@@ -73,6 +75,7 @@ DRAFT_SAMPLING = (DRAFT_UNIFORMS, *SAMPLING, *ADJUSTING, DRAFT_ALLOWED_TOKENS, D
 # The draft step's outputs; ids are the target's, q is over the draft vocabulary.
 DRAFT_TOKEN = _spec("draft_token", "int64", "batch", 1)
 DRAFT_STEP_PROBS = _spec("draft_step_probs", "float32", "batch", 1, "draft_vocab")
+TAIL_LOGITS = _spec("logits", "float32", "batch", 1, "draft_vocab")
 # The same, stacked over the k steps of a round, as accept reads them.
 DRAFT_TOKENS = _spec("draft_tokens", "int64", "batch", "k")
 DRAFT_PROBS = _spec("draft_probs", "float32", "batch", "k", "draft_vocab")
@@ -118,17 +121,22 @@ class CacheSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class GraphSpec:
-    """Inputs and outputs of one graph."""
+    """Inputs and outputs of one graph.
+
+    switches: inputs with a default in the graph, which only who knows of them gives.
+    """
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
+    switches: tuple[TensorSpec, ...] = ()
 
 
-def target_graph(cache: CacheSpec) -> GraphSpec:
+def target_graph(cache: CacheSpec, switches: tuple[TensorSpec, ...] = ()) -> GraphSpec:
     """Prefill, plain decoding and verification: one graph, told apart by query_len."""
     return GraphSpec(
         inputs=(INPUT_IDS, PAST_LENGTHS, NUM_LOGITS, *cache.past()),
         outputs=(LOGITS, *cache.present()),
+        switches=switches,
     )
 
 
@@ -138,6 +146,11 @@ def draft_graph(cache: CacheSpec) -> GraphSpec:
         inputs=(INPUT_IDS, PAST_LENGTHS, *DRAFT_SAMPLING, *cache.past()),
         outputs=(DRAFT_TOKEN, DRAFT_STEP_PROBS, *cache.present()),
     )
+
+
+def tail_graph() -> GraphSpec:
+    """The end of a draft step alone, behind a row of logits that the target's own graph made."""
+    return GraphSpec(inputs=(TAIL_LOGITS, *DRAFT_SAMPLING), outputs=(DRAFT_TOKEN, DRAFT_STEP_PROBS))
 
 
 def accept_graph() -> GraphSpec:
@@ -191,7 +204,7 @@ def check_graph(
     """
     axes: dict[str, int] = {}
     for side, specs, received in (
-        ("input", spec.inputs, inputs),
+        ("input", (*spec.inputs, *spec.switches), inputs),
         ("output", spec.outputs, outputs),
     ):
         expected = {s.name for s in specs}

@@ -9,13 +9,15 @@ from __future__ import annotations
 from typing import Protocol, assert_never
 
 from .buffers import RoundBuffers
-from .contract import GraphSpec, draft_graph
+from .contract import SKIP_LAYERS, GraphSpec, TensorSpec, draft_graph, tail_graph
 from .draft_model import DraftModel
 from .drafter import Drafter
 from .executor import Executor
-from .manifest import DraftCard, ModelDraft, NgramDraft
+from .layer_skip import LayerSkip
+from .manifest import DraftCard, LayerSkipDraft, ModelDraft, NgramDraft
 from .ngram_drafter import NgramDrafter
 from .ngram_index import NgramIndex
+from .target import TargetStep
 
 
 class OpenGraph(Protocol):
@@ -24,7 +26,9 @@ class OpenGraph(Protocol):
     def __call__(self, name: str, spec: GraphSpec) -> Executor: ...
 
 
-def load_drafter(card: DraftCard, open_graph: OpenGraph, buffers: RoundBuffers) -> Drafter:
+def load_drafter(
+    card: DraftCard, open_graph: OpenGraph, buffers: RoundBuffers, target: TargetStep
+) -> Drafter:
     """The drafter that `card` describes, writing into `buffers`. Raises EngineError."""
     match card:
         case ModelDraft():
@@ -32,5 +36,12 @@ def load_drafter(card: DraftCard, open_graph: OpenGraph, buffers: RoundBuffers) 
             return DraftModel(open_graph("draft", draft_graph(cache)), cache, buffers)
         case NgramDraft():
             return NgramDrafter(NgramIndex(card.min_ngram, card.max_ngram), buffers)
+        case LayerSkipDraft():
+            return LayerSkip(target, open_graph("tail", tail_graph()), buffers)
         case _:
             assert_never(card)
+
+
+def target_switches(card: DraftCard | None) -> tuple[TensorSpec, ...]:
+    """What a drafter asks of the target's graph besides the usual inputs."""
+    return (SKIP_LAYERS,) if isinstance(card, LayerSkipDraft) else ()

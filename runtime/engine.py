@@ -9,7 +9,7 @@ from pathlib import Path
 from .accept import AcceptStep
 from .buffers import RoundBuffers
 from .contract import GraphSpec, accept_graph, target_graph
-from .drafters import load_drafter
+from .drafters import load_drafter, target_switches
 from .errors import EngineError
 from .executor import EngineOptions, Executor
 from .manifest import Manifest
@@ -22,19 +22,15 @@ def load_rounds(path: Path, manifest: Manifest, options: EngineOptions) -> Round
     card, vocab = manifest.target, manifest.target.vocab_size
     sizes = {"vocab": vocab, "draft_vocab": manifest.draft_vocab_size}
     buffers = RoundBuffers(manifest.limits.max_draft_tokens, vocab, manifest.draft_vocab_size)
-    target = _open(path, "target", target_graph(card.cache), options, {"vocab": vocab})
+    spec = target_graph(card.cache, target_switches(manifest.draft))
+    target = TargetStep(_open(path, "target", spec, options, {"vocab": vocab}), card.cache, buffers)
     # Accept reads one row but for a few values: a worker would cost more than it does.
     accept = _open(path, "accept", accept_graph(), replace(options, threads=1), sizes)
     drafter = None
     if manifest.draft:
         open_graph = partial(_open, path, options=options, sizes=sizes)
-        drafter = load_drafter(manifest.draft, open_graph, buffers)
-    return Rounds(
-        buffers,
-        TargetStep(target, card.cache, buffers),
-        drafter,
-        AcceptStep(accept, buffers),
-    )
+        drafter = load_drafter(manifest.draft, open_graph, buffers, target)
+    return Rounds(buffers, target, drafter, AcceptStep(accept, buffers))
 
 
 def _open(

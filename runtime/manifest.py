@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from .contract import CacheSpec
 from .errors import BundleError
+from .layer_runs import as_text
 
 SCHEMA = 2
 MOST_NGRAM = 16
@@ -90,7 +91,30 @@ class NgramDraft:
         return "none"
 
 
-DraftCard = ModelDraft | NgramDraft  # told apart by `kind`; `drafters.py` loads each
+@dataclass(frozen=True, kw_only=True)
+class LayerSkipDraft:
+    """The target without these layers: its own graph and cache, and `onnx/tail.onnx` to sample."""
+
+    kind: Literal["layer-skip"] = "layer-skip"
+    skipped_layers: tuple[int, ...]  # ascending
+
+    def __post_init__(self) -> None:
+        layers = self.skipped_layers
+        if not layers or min(layers) < 0 or list(layers) != sorted(set(layers)):
+            raise _unfit("draft.skipped_layers", list(layers), "ascending layers, at least one")
+
+    @property
+    def name(self) -> str:
+        return f"the target without layers {as_text(self.skipped_layers)}"
+
+    @property
+    def precision(self) -> str:
+        return "the target's"
+
+
+DraftCard = (
+    ModelDraft | NgramDraft | LayerSkipDraft
+)  # told apart by `kind`; `drafters.py` loads each
 
 
 @dataclass(frozen=True, kw_only=True)

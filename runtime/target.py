@@ -7,14 +7,15 @@ never read. Rollback is a smaller length.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .buffers import RoundBuffers
-from .contract import CacheSpec
-from .executor import Call, Executor, cache_buffers
+from .contract import SKIP_LAYERS, CacheSpec
+from .executor import Buffers, Call, Executor, cache_buffers
 
 PREFILL_CHUNK = 128  # rows a call: enough to amortise the weights, small enough to cancel soon
 
@@ -57,11 +58,26 @@ class TargetStep:
         self.length += count
         return seconds
 
-    def _bind(self, input_ids: NDArray[Any], num_logits: int) -> Call:
+    def bind_skipping(self, input_ids: NDArray[Any]) -> Call:
+        """A pass behind `draft_lengths` rows through the layers that drafts keep.
+
+        Leaves the last row's logits in logits[:, :1], where verification will write its own.
+        """
+        switches = {SKIP_LAYERS.name: np.array(True)}
+        return self._bind(input_ids, 1, self._buffers.draft_lengths, switches)
+
+    def _bind(
+        self,
+        input_ids: NDArray[Any],
+        num_logits: int,
+        lengths: NDArray[Any] | None = None,  # None: target_lengths
+        switches: Buffers = MappingProxyType({}),
+    ) -> Call:
         inputs = {
             "input_ids": input_ids,
-            "past_lengths": self._buffers.target_lengths,
+            "past_lengths": self._buffers.target_lengths if lengths is None else lengths,
             "num_logits": np.array(num_logits, np.int64),
+            **switches,
             **self._caches,
         }
         logits = self._buffers.logits[:, :num_logits]
