@@ -57,6 +57,8 @@ class BuildRequest:
     max_draft_tokens: int = 8
     min_ngram: int | None = None  # of --draft ngram alone
     max_ngram: int | None = None
+    skip_layers: str | None = None  # of --draft layer-skip alone
+    search_seconds: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,12 +100,12 @@ def _plan(request: BuildRequest) -> _Plan:
     target = open_checkpoint(request.target)
     target.text_files()  # raises here rather than after minutes
     context = target_context(request.max_context, target.config, target.name)
-    draft = open_drafter(
-        _draft_request(request), target, context=context, target_precision=chosen.name
-    )
+    draft = open_drafter(_draft_request(request), target, context=context, target_precision=chosen)
     refuse_unsupported(target.config, context)
     refuse_unproven(target.config, target.eager_bytes(), gates.available_bytes())
     k = check_draft_tokens(request.max_draft_tokens, draft.context) if draft else 0
+    if draft and draft.most_drafts is not None:
+        k = min(k, draft.most_drafts)
     return _Plan(
         target=target,
         draft=draft,
@@ -118,6 +120,9 @@ def _draft_request(request: BuildRequest) -> DraftRequest:
         precision=request.draft_precision,
         min_ngram=request.min_ngram,
         max_ngram=request.max_ngram,
+        skip_layers=request.skip_layers,
+        search_seconds=request.search_seconds,
+        max_draft_tokens=request.max_draft_tokens,
     )
 
 

@@ -45,7 +45,7 @@ def build(
         str,
         typer.Option(
             help="A draft's directory or hub id; ngram to look up what the text says already; "
-            "none for plain decoding only."
+            "layer-skip for the target without some layers; none for plain decoding only."
         ),
     ] = "none",
     backend: Annotated[str, typer.Option(help="onnxruntime.")] = "onnxruntime",
@@ -73,6 +73,13 @@ def build(
     max_ngram: Annotated[
         int | None, typer.Option(help="Of --draft ngram: most tokens looked up; default: 4.")
     ] = None,
+    skip_layers: Annotated[
+        str | None, typer.Option(help="Of --draft layer-skip: the layers, like 10-12,25.")
+    ] = None,
+    search_seconds: Annotated[
+        float | None,
+        typer.Option(help="Of --draft layer-skip: time to look for the layers; default: 120."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The result as one JSON line.")] = False,
 ) -> None:
     """Build a bundle: trace, lower, quantize, check, measure. Nothing is left if it fails."""
@@ -95,6 +102,8 @@ def build(
         max_draft_tokens=k,
         min_ngram=min_ngram,
         max_ngram=max_ngram,
+        skip_layers=skip_layers,
+        search_seconds=search_seconds,
     )
     console = Console(stderr=True)
     path = run(request, progress=lambda text: console.print(f"· {text}", highlight=False))

@@ -35,6 +35,10 @@ class DraftPlan(Protocol):
         """Tokens that it remembers, at most the target's; bounds how many it may draft."""
 
     @property
+    def most_drafts(self) -> int | None:
+        """Tokens that it can draft a round; None: no bound of its own."""
+
+    @property
     def taps(self) -> tuple[int, ...]:
         """Hidden states of the target that it reads, as `export.taps` numbers them."""
 

@@ -53,6 +53,20 @@ def append_draft_sampling(
     NameFixPass()(model)
 
 
+def tail_model(
+    size: int, d2t: np.ndarray | None = None, *, vocab_size: int | None = None
+) -> ir.Model:
+    """The tail alone, behind logits [batch, 1, size] f32 that another graph made.
+
+    d2t, vocab_size: as in `append_draft_sampling`.
+    """
+    logits = ir.val(LOGITS.name, dtype=ir.DataType.FLOAT, shape=["batch", 1, size])
+    graph = ir.Graph([logits], [logits], nodes=[], opset_imports={"": 24}, name="tail")
+    model = ir.Model(graph, ir_version=10)
+    append_draft_sampling(model, d2t, vocab_size=vocab_size)
+    return model
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Step:
     """The contract's inputs; a name that the contract lacks fails here."""

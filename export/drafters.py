@@ -14,11 +14,14 @@ from .checkpoint import Checkpoint
 from .draft_plan import DraftPlan
 from .drafter_kind import DrafterKind, read_kind
 from .eagle_draft import EagleDraftPlan
+from .layer_skip_draft import LayerSkipPlan
+from .medusa_draft import MedusaDraftPlan
 from .model_draft import ModelDraftPlan
 from .ngram_draft import NgramDraftPlan
-from .precision import precision
+from .precision import Precision, precision
 
 NGRAM = "ngram"  # a directory of that name is ./ngram
+LAYER_SKIP = "layer-skip"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,16 +32,22 @@ class DraftRequest:
     precision: str | None
     min_ngram: int | None
     max_ngram: int | None
+    skip_layers: str | None
+    search_seconds: float | None
+    max_draft_tokens: int
 
 
 def open_drafter(
-    request: DraftRequest, target: Checkpoint, *, context: int, target_precision: str
+    request: DraftRequest, target: Checkpoint, *, context: int, target_precision: Precision
 ) -> DraftPlan | None:
     """Check a drafter against its target, whose context is `context`; None where none is asked for.
 
     Raises CheckpointError, and BuildError for an option that another kind of drafter takes.
     """
     bounds = {"--min-ngram": request.min_ngram, "--max-ngram": request.max_ngram}
+    layers = {"--skip-layers": request.skip_layers, "--search-seconds": request.search_seconds}
+    if request.source != LAYER_SKIP:
+        _refuse(layers, f"--draft {LAYER_SKIP}, which alone leaves layers out")
     if request.source == NGRAM:
         _refuse({"--draft-precision": request.precision}, "a draft model: a lookup has no weights")
         return NgramDraftPlan.of(
@@ -47,10 +56,36 @@ def open_drafter(
     _refuse(bounds, f"--draft {NGRAM}, which alone has such bounds")
     if request.source is None:
         return None
-    chosen = precision(request.precision or target_precision, "--draft-precision")
-    if read_kind(request.source) is DrafterKind.EAGLE:
-        return EagleDraftPlan.open(request.source, target, target_context=context, precision=chosen)
-    return ModelDraftPlan.open(request.source, target, target_context=context, precision=chosen)
+    if request.source == LAYER_SKIP:
+        _refuse(
+            {"--draft-precision": request.precision}, "a draft model: here drafts are the target's"
+        )
+        return LayerSkipPlan.of(
+            target,
+            precision=target_precision,
+            context=context,
+            skip_layers=request.skip_layers,
+            search_seconds=request.search_seconds,
+            max_draft_tokens=request.max_draft_tokens,
+        )
+    chosen = precision(request.precision or target_precision.name, "--draft-precision")
+    match read_kind(request.source):
+        case DrafterKind.EAGLE:
+            return EagleDraftPlan.open(
+                request.source, target, target_context=context, precision=chosen
+            )
+        case DrafterKind.MEDUSA:
+            return MedusaDraftPlan.open(
+                request.source,
+                target,
+                target_context=context,
+                precision=chosen,
+                max_draft_tokens=request.max_draft_tokens,
+            )
+        case DrafterKind.MODEL:
+            return ModelDraftPlan.open(
+                request.source, target, target_context=context, precision=chosen
+            )
 
 
 def _refuse(options: Mapping[str, object], expected: str) -> None:

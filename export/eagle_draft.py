@@ -52,6 +52,10 @@ class EagleDraftPlan:
         return f"{self.head.name}, {self.precision.name}"
 
     @property
+    def most_drafts(self) -> int | None:
+        return None
+
+    @property
     def taps(self) -> tuple[int, ...]:
         """Of the target, as `export.taps` numbers them."""
         return self.head.taps or (self.target.config.num_hidden_layers,)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.contract import CacheSpec, GraphSpec, draft_graph, target_graph
+from runtime.contract import CacheSpec, GraphSpec, TensorSpec, draft_graph, target_graph
 from runtime.executor import EngineOptions, Executor, cache_buffers
 from runtime.sampling import SamplingParams
 from runtime.sampling_inputs import SamplingInputs
@@ -20,11 +22,19 @@ Array = NDArray[Any]
 class GateGraph:
     """The target graph over caches of its own: `length` rows are valid, fewer is a rollback."""
 
-    def __init__(self, path: Path, cache: CacheSpec, vocab_size: int) -> None:
-        self._executor = Executor.load(path, self._spec(cache), EngineOptions(spin=False))
+    def __init__(
+        self,
+        path: Path,
+        cache: CacheSpec,
+        vocab_size: int,
+        switches: Mapping[TensorSpec, Array] = MappingProxyType({}),
+    ) -> None:
+        spec = replace(self._spec(cache), switches=tuple(switches))
+        self._executor = Executor.load(path, spec, EngineOptions(spin=False))
         self._cache, self._vocab = cache, vocab_size
         #: the target's hidden states at the rows of the last call: [rows, feature_width]
         self.features = np.zeros((0, self._executor.axes.get("feature_width", 0)), np.float32)
+        self._switches = {one.name: value for one, value in switches.items()}
         self.length = 0
         self.reset()
 
@@ -43,6 +53,7 @@ class GateGraph:
             "input_ids": np.array([tokens], np.int64),
             "past_lengths": np.array([self.length], np.int32),
             "num_logits": np.array(count, np.int64),
+            **self._switches,
             **self._past,
         }
         outputs = {"logits": logits, **self._present}

@@ -296,7 +296,7 @@ def rollback(graph: GateGraph, tokens: Sequence[int], k: int) -> Gate:
 def exact_arithmetic(path: Path) -> Iterator[Path]:
     """The same graph and weights, told not to round activations; gone afterwards."""
     model = onnx.load(path, load_external_data=False)
-    for node in model.graph.node:
+    for node in _nodes(model.graph):
         for attribute in node.attribute:
             if attribute.name == "accuracy_level":
                 attribute.i = 1
@@ -306,3 +306,12 @@ def exact_arithmetic(path: Path) -> Iterator[Path]:
         yield variant
     finally:
         variant.unlink()
+
+
+def _nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
+    """Of the graph and of those inside its nodes."""
+    for node in graph.node:
+        yield node
+        for attribute in node.attribute:
+            if attribute.type == onnx.AttributeProto.GRAPH:
+                yield from _nodes(attribute.g)

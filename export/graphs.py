@@ -54,7 +54,7 @@ def write_target(
     lower(model, precision.quantizer())
     if precision.rows_alike:
         make_rows_alike(model)
-    rounded = _rounded(model, checkpoint)
+    rounded = rounded_weights(model, checkpoint)
     embedding = checkpoint.find("model.embed_tokens.weight")
     home = checkpoint.stored(embedding) if embedding is not None else None
     save(model, "target", store, share=_embedding_keys(checkpoint, home, precision))
@@ -75,7 +75,7 @@ def write_draft(
     fix_num_logits(model, 1)
     lower(model, precision.quantizer())
     append_draft_sampling(model, draft.d2t, vocab_size=target_vocab)
-    rounded = _rounded(model, checkpoint)
+    rounded = rounded_weights(model, checkpoint)
     home = draft.borrowed_embedding
     save(model, "draft", store, share=_embedding_keys(checkpoint, home, precision))
     return WrittenGraph(
@@ -105,7 +105,7 @@ def _bound(
     return model
 
 
-def _rounded(model: ir.Model, checkpoint: Checkpoint) -> frozenset[str]:
+def rounded_weights(model: ir.Model, checkpoint: Checkpoint) -> frozenset[str]:
     """Weights behind `….codes` initializers; joined ones are named `a+b`.
 
     A graph knows a tied embedding by its head's name alone: a table of it stands for both.

@@ -49,6 +49,10 @@ class ModelDraftPlan:
         return f"{self.draft.checkpoint.name}, {self.precision.name}"
 
     @property
+    def most_drafts(self) -> int | None:
+        return None
+
+    @property
     def taps(self) -> tuple[int, ...]:
         return ()
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Self
 
 from engines.external_data import WeightStore
+from runtime.cards import MOST_NGRAM, NgramDraft
 from runtime.errors import BuildError
-from runtime.manifest import MOST_NGRAM, NgramDraft
 
 from .draft_plan import WrittenDraft
 
@@ -36,6 +36,10 @@ class NgramDraftPlan:
     @property
     def name(self) -> str:
         return self.card.name
+
+    @property
+    def most_drafts(self) -> int | None:
+        return None
 
     @property
     def taps(self) -> tuple[int, ...]:

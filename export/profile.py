@@ -62,11 +62,11 @@ def acceptance(rounds: Rounds, path: Path, manifest: Manifest, uniforms: Any) ->
     text = Text(path / "tokenizer.json", source, *special)
     found: list[int] = []
     for prompt in load_prompts([], ["shipped"], None)[::3]:
-        found += _accept_some(rounds, _encoded(text, prompt), manifest, uniforms)
+        found += _accept_some(rounds, encoded(text, prompt), manifest, uniforms)
     return sum(found) / len(found) if found else None
 
 
-def _encoded(text: Text, prompt: Prompt) -> list[int]:
+def encoded(text: Text, prompt: Prompt) -> list[int]:
     """Through the chat template where the model has one that takes these messages."""
     if isinstance(prompt.content, str):
         return text.encode(prompt.content)

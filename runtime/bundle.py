@@ -18,8 +18,10 @@ import numpy as np
 
 from .bundle_files import MANIFEST, PARTIAL, check_files, verify_digests
 from .errors import BundleError
-from .manifest import EagleDraft, Manifest, ModelCard
+from .layer_runs import as_text
+from .manifest import LayerSkipDraft, Manifest, ModelCard
 
+GraphName = Literal["target", "draft", "fuse", "heads", "tail", "accept"]
 Int64Array = np.ndarray[Any, np.dtype[np.int64]]
 
 BACKENDS = ("onnxruntime",)
@@ -42,7 +44,7 @@ class Bundle:
     def tokenizer_path(self) -> Path:
         return self.path / "tokenizer.json"
 
-    def model_path(self, graph: Literal["target", "draft", "fuse", "accept"]) -> Path:
+    def model_path(self, graph: GraphName) -> Path:
         return self.path / "onnx" / f"{graph}.onnx"
 
     @classmethod
@@ -89,10 +91,10 @@ def _read_manifest(path: Path) -> Manifest:
 
 
 def _check_contents(manifest: Manifest) -> None:
-    graphs = ["onnx/draft.onnx"] if manifest.draft_model else []
-    if isinstance(manifest.draft, EagleDraft) and manifest.draft.version == 3:
-        graphs.append("onnx/fuse.onnx")
-    required = [*_REQUIRED, *graphs]
+    graphs = manifest.draft.graphs if manifest.draft else ()
+    required = [*_REQUIRED, *(f"onnx/{name}.onnx" for name in graphs)]
+    if isinstance(manifest.draft, LayerSkipDraft):
+        _check_skipped(manifest.draft, manifest.target.cache.layers)
     missing = [name for name in required if name not in manifest.files]
     if missing:
         raise BundleError(f"bundle: files missing: {missing}; rebuild the bundle.")
@@ -103,6 +105,15 @@ def _check_contents(manifest: Manifest) -> None:
             "tokenizer that the models were built for; rebuild the bundle."
         )
     _check_caches(manifest)
+
+
+def _check_skipped(draft: LayerSkipDraft, layers: int) -> None:
+    if draft.skipped_layers[-1] >= layers or len(draft.skipped_layers) >= layers:
+        raise BundleError(
+            f"manifest.json: draft.skipped_layers: received {as_text(draft.skipped_layers)}. "
+            f"Expected some of the target's {layers} layers, counted from 0, and not all; rebuild "
+            "the bundle."
+        )
 
 
 def _check_caches(manifest: Manifest) -> None:

@@ -11,11 +11,11 @@ from .errors import OutriderError
 
 
 class Commands(TyperGroup):
-    """A group whose errors, raised on purpose, are one line on stderr and exit code 1."""
+    """A group whose errors, raised on purpose, are one line on stderr and an exit code."""
 
     def invoke(self, ctx: Any) -> Any:  # typer's own click or the public one, by version
         try:
             return super().invoke(ctx)
         except OutriderError as error:
             typer.echo(f"error: {error}", err=True)
-            raise typer.Exit(1) from error
+            raise typer.Exit(error.exit_status) from error

@@ -37,6 +37,8 @@ LOGITS = _spec("logits", "float32", "batch", "num_logits", "vocab")
 # The target's hidden states that a head drafts from, those of one row joined; of every query row.
 FEATURES = _spec("features", "float32", "batch", "query_len", "feature_width")
 TARGET_FEATURES = replace(FEATURES, optional=True)
+# Of a target that drafts for itself: leave out the layers that its drafts do without.
+SKIP_LAYERS = _spec("skip_layers", "bool")
 
 # Sampling parameters, one value a row; the same tensors feed the draft step and accept.
 TEMPERATURE = _spec("temperature", "float32", "batch")  # 0 is greedy
@@ -80,6 +82,9 @@ DRAFT_STEP_PROBS = _spec("draft_step_probs", "float32", "batch", 1, "draft_vocab
 # A head's own: what stands in for the target's state at a row that the target hasn't seen yet.
 STATES = _spec("states", "float32", "batch", "query_len", "state_width")
 NEXT_STATE = _spec("next_state", "float32", "batch", 1, "state_width")
+# Of the last row, from every head.
+HEAD_LOGITS = _spec("head_logits", "float32", "batch", "num_heads", "draft_vocab")
+TAIL_LOGITS = _spec("logits", "float32", "batch", 1, "draft_vocab")
 # The same, stacked over the k steps of a round, as accept reads them.
 DRAFT_TOKENS = _spec("draft_tokens", "int64", "batch", "k")
 DRAFT_PROBS = _spec("draft_probs", "float32", "batch", "k", "draft_vocab")
@@ -125,17 +130,22 @@ class CacheSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class GraphSpec:
-    """Inputs and outputs of one graph."""
+    """Inputs and outputs of one graph.
+
+    switches: inputs with a default in the graph, which only who knows of them gives.
+    """
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
+    switches: tuple[TensorSpec, ...] = ()
 
 
-def target_graph(cache: CacheSpec) -> GraphSpec:
+def target_graph(cache: CacheSpec, switches: tuple[TensorSpec, ...] = ()) -> GraphSpec:
     """Prefill, plain decoding and verification: one graph, told apart by query_len."""
     return GraphSpec(
         inputs=(INPUT_IDS, PAST_LENGTHS, NUM_LOGITS, *cache.past()),
         outputs=(LOGITS, *cache.present(), TARGET_FEATURES),
+        switches=switches,
     )
 
 
@@ -159,6 +169,16 @@ def eagle_graph(cache: CacheSpec) -> GraphSpec:
         inputs=(INPUT_IDS, STATES, PAST_LENGTHS, *DRAFT_SAMPLING, *cache.past()),
         outputs=(DRAFT_TOKEN, DRAFT_STEP_PROBS, NEXT_STATE, *cache.present()),
     )
+
+
+def heads_graph() -> GraphSpec:
+    """Medusa: the target's state at one row → the logits of each head."""
+    return GraphSpec(inputs=(FEATURES,), outputs=(HEAD_LOGITS,))
+
+
+def tail_graph() -> GraphSpec:
+    """The end of a draft step alone, behind a row of logits that the target's own graph made."""
+    return GraphSpec(inputs=(TAIL_LOGITS, *DRAFT_SAMPLING), outputs=(DRAFT_TOKEN, DRAFT_STEP_PROBS))
 
 
 def accept_graph() -> GraphSpec:
@@ -212,7 +232,7 @@ def check_graph(
     """
     axes: dict[str, int] = {}
     for side, specs, received in (
-        ("input", spec.inputs, inputs),
+        ("input", (*spec.inputs, *spec.switches), inputs),
         ("output", spec.outputs, outputs),
     ):
         required = {s.name for s in specs if not s.optional}

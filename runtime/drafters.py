@@ -9,16 +9,28 @@ from __future__ import annotations
 from typing import Protocol, assert_never
 
 from .buffers import RoundBuffers
-from .contract import GraphSpec, draft_graph, eagle_graph, fuse_graph
+from .contract import (
+    SKIP_LAYERS,
+    GraphSpec,
+    TensorSpec,
+    draft_graph,
+    eagle_graph,
+    fuse_graph,
+    heads_graph,
+    tail_graph,
+)
 from .draft_model import DraftModel
 from .drafter import Drafter
 from .eagle_drafter import EagleDrafter
 from .errors import EngineError
 from .executor import Executor
 from .features import FeatureStore
-from .manifest import DraftCard, EagleDraft, ModelDraft, NgramDraft
+from .layer_skip import LayerSkip
+from .manifest import DraftCard, EagleDraft, LayerSkipDraft, MedusaDraft, ModelDraft, NgramDraft
+from .medusa_drafter import MedusaDrafter
 from .ngram_drafter import NgramDrafter
 from .ngram_index import NgramIndex
+from .target import TargetStep
 
 
 class OpenGraph(Protocol):
@@ -28,12 +40,9 @@ class OpenGraph(Protocol):
 
 
 def load_drafter(
-    card: DraftCard, open_graph: OpenGraph, buffers: RoundBuffers, features: FeatureStore | None
+    card: DraftCard, open_graph: OpenGraph, buffers: RoundBuffers, target: TargetStep
 ) -> Drafter:
-    """The drafter that `card` describes, writing into `buffers`. Raises EngineError.
-
-    features: the target's, where the card asks for them.
-    """
+    """The drafter that `card` describes, writing into `buffers`. Raises EngineError."""
     match card:
         case ModelDraft():
             cache = card.card.cache
@@ -41,18 +50,31 @@ def load_drafter(
         case NgramDraft():
             return NgramDrafter(NgramIndex(card.min_ngram, card.max_ngram), buffers)
         case EagleDraft():
-            return _load_eagle(card, open_graph, buffers, features)
+            return _load_eagle(card, open_graph, buffers, target)
+        case LayerSkipDraft():
+            return LayerSkip(target, open_graph("tail", tail_graph()), buffers)
+        case MedusaDraft():
+            heads, tail = open_graph("heads", heads_graph()), open_graph("tail", tail_graph())
+            return MedusaDrafter(heads, tail, _features(target), buffers, card.num_heads)
         case _:
             assert_never(card)
 
 
 def _load_eagle(
-    card: EagleDraft, open_graph: OpenGraph, buffers: RoundBuffers, features: FeatureStore | None
+    card: EagleDraft, open_graph: OpenGraph, buffers: RoundBuffers, target: TargetStep
 ) -> Drafter:
-    if features is None:
+    fuse = open_graph("fuse", fuse_graph()) if "fuse" in card.graphs else None
+    head = open_graph("draft", eagle_graph(card.card.cache))
+    features = _features(target)
+    return EagleDrafter(head, fuse, card.card.cache, features, buffers, card.state_width)
+
+
+def _features(target: TargetStep) -> FeatureStore:
+    if target.features is None:
         raise EngineError("draft: received no features. Expected the target's; rebuild the bundle.")
-    cache, fuse = card.card.cache, None
-    if card.version == 3:
-        fuse = open_graph("fuse", fuse_graph())
-    head = open_graph("draft", eagle_graph(cache))
-    return EagleDrafter(head, fuse, cache, features, buffers, card.state_width)
+    return target.features
+
+
+def target_switches(card: DraftCard | None) -> tuple[TensorSpec, ...]:
+    """What a drafter asks of the target's graph besides the usual inputs."""
+    return (SKIP_LAYERS,) if isinstance(card, LayerSkipDraft) else ()

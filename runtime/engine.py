@@ -9,7 +9,7 @@ from pathlib import Path
 from .accept import AcceptStep
 from .buffers import RoundBuffers
 from .contract import GraphSpec, accept_graph, target_graph
-from .drafters import load_drafter
+from .drafters import load_drafter, target_switches
 from .errors import EngineError
 from .executor import EngineOptions, Executor
 from .features import FeatureStore
@@ -25,22 +25,24 @@ def load_rounds(path: Path, manifest: Manifest, options: EngineOptions) -> Round
     buffers = RoundBuffers(manifest.limits.max_draft_tokens, vocab, manifest.draft_vocab_size)
     width = manifest.feature_width
     fixed = {"vocab": vocab, **({"feature_width": width} if width else {})}
-    target = _open(path, "target", target_graph(card.cache), options, fixed)
+    spec = target_graph(card.cache, target_switches(manifest.draft))
+    executor = _open(path, "target", spec, options, fixed)
+    target = TargetStep(executor, card.cache, buffers, _features(manifest))
     # Accept reads one row but for a few values: a worker would cost more than it does.
     accept = _open(path, "accept", accept_graph(), replace(options, threads=1), sizes)
-    features, drafter = None, None
-    if width:
-        most_rows = max(PREFILL_CHUNK, manifest.limits.max_draft_tokens + 1)
-        features = FeatureStore(width, card.cache.max_context, most_rows)
+    drafter = None
     if manifest.draft:
         open_graph = partial(_open, path, options=options, sizes={**sizes, **fixed})
-        drafter = load_drafter(manifest.draft, open_graph, buffers, features)
-    return Rounds(
-        buffers,
-        TargetStep(target, card.cache, buffers, features),
-        drafter,
-        AcceptStep(accept, buffers),
-    )
+        drafter = load_drafter(manifest.draft, open_graph, buffers, target)
+    return Rounds(buffers, target, drafter, AcceptStep(accept, buffers))
+
+
+def _features(manifest: Manifest) -> FeatureStore | None:
+    """Room for the target's hidden states, where the drafter reads them."""
+    if not manifest.feature_width:
+        return None
+    most_rows = max(PREFILL_CHUNK, manifest.limits.max_draft_tokens + 1)
+    return FeatureStore(manifest.feature_width, manifest.limits.max_context, most_rows)
 
 
 def _open(

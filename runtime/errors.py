@@ -8,7 +8,8 @@
     │   ├── UnsupportedModel  a model type or feature that the lowering does not carry
     │   └── VocabularyMismatch  target and draft do not speak the same tokens
     ├── BuildError            a trace, a pass, a quantization or an engine build failed
-    │   └── GateFailed        the built graphs do not agree with what they were built from
+    │   ├── GateFailed        the built graphs do not agree with what they were built from
+    │   └── DraftDoesNotPay   measured: plain decoding is faster; exit status 2
     └── EngineError           an engine refused a tensor or failed while running
 
 A message says what was received, what was expected and how to mend it.
@@ -19,6 +20,8 @@ from __future__ import annotations
 
 class OutriderError(Exception):
     """Root of all errors raised on purpose."""
+
+    exit_status = 1  # of a command line that ends with it
 
 
 class InvalidRequest(OutriderError, ValueError):
@@ -57,6 +60,12 @@ class BuildError(OutriderError):
 
 class GateFailed(BuildError):
     """The built graphs disagree with what they were built from."""
+
+
+class DraftDoesNotPay(BuildError):
+    """Nothing failed: the draft that was asked for is measured to be slower than plain decoding."""
+
+    exit_status = 2
 
 
 class EngineError(OutriderError):

@@ -89,7 +89,7 @@ class Executor:
         self._outputs = {output.name for output in session.get_outputs()}
         #: sizes of the symbolic axes that the graph fixes, such as vocab
         self.axes = check_graph(
-            spec, _signature(session.get_inputs()), _signature(session.get_outputs()), where
+            spec, _inputs(session, spec), _signature(session.get_outputs()), where
         )
 
     @classmethod
@@ -112,7 +112,8 @@ class Executor:
         """
         axes: dict[str, int] = {}
         binding = self._session.io_binding()
-        for spec in self._spec.inputs:
+        given = [spec for spec in self._spec.switches if spec.name in inputs]
+        for spec in (*self._spec.inputs, *given):
             array = self._checked(spec, inputs, axes)
             binding.bind_input(
                 spec.name, "cpu", 0, array.dtype, list(array.shape), array.ctypes.data
@@ -153,6 +154,15 @@ def _session_options(options: EngineOptions) -> onnxruntime.SessionOptions:
     # would take the cores from the next one's. On 2 cores rounds then take twice as long.
     result.add_session_config_entry("session.force_spinning_stop", "1")
     return result
+
+
+def _inputs(
+    session: onnxruntime.InferenceSession, spec: GraphSpec
+) -> dict[str, tuple[str, Sequence[object]]]:
+    """What must be given, and the switches that this contract knows."""
+    known = {switch.name for switch in spec.switches}
+    switches = [one for one in session.get_overridable_initializers() if one.name in known]
+    return _signature([*session.get_inputs(), *switches])
 
 
 def _signature(arguments: Sequence[Any]) -> dict[str, tuple[str, Sequence[object]]]:

@@ -13,11 +13,17 @@ import typing
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from .contract import CacheSpec
+from .cards import DraftCard as DraftCard
+from .cards import EagleDraft as EagleDraft
+from .cards import LayerSkipDraft as LayerSkipDraft
+from .cards import MedusaDraft as MedusaDraft
+from .cards import ModelCard as ModelCard
+from .cards import ModelDraft as ModelDraft
+from .cards import NgramDraft as NgramDraft
+from .cards import unfit
 from .errors import BundleError
 
 SCHEMA = 3
-MOST_NGRAM = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,93 +38,10 @@ class Limits:
         for name, least in (("max_batch", 1), ("max_context", 2), ("max_draft_tokens", 0)):
             value = getattr(self, name)
             if not least <= value < 2**31:
-                raise _unfit(f"limits.{name}", value, f"{least} to 2**31 - 1")
+                raise unfit(f"limits.{name}", value, f"{least} to 2**31 - 1")
         if self.max_draft_tokens >= self.max_context:
             received = f"{self.max_draft_tokens} draft tokens in {self.max_context} rows"
-            raise _unfit("limits", received, "fewer draft tokens than max_context")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelCard:
-    """One model of the bundle, as built."""
-
-    name: str  # directory name, hub id or file name it was built from
-    model_type: str  # transformers' model_type
-    revision: str  # hub commit, or "" for a local checkpoint
-    sha256: str  # of the checkpoint's configuration and weights
-    parameters: int
-    precision: str  # fp32 | int8 | int4
-    vocab_size: int  # rows of the output head; a trimmed draft has fewer than its target
-    cache: CacheSpec
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelDraft:
-    """A model: `onnx/draft.onnx`, and `d2t.npy` where its vocabulary is trimmed."""
-
-    kind: Literal["model"] = "model"
-    card: ModelCard
-
-    @property
-    def name(self) -> str:
-        return self.card.name
-
-    @property
-    def precision(self) -> str:
-        return self.card.precision
-
-
-@dataclass(frozen=True, kw_only=True)
-class NgramDraft:
-    """Lookup of the text's last min_ngram to max_ngram tokens in itself; nothing on disk."""
-
-    kind: Literal["ngram"] = "ngram"
-    min_ngram: int
-    max_ngram: int
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.min_ngram <= self.max_ngram <= MOST_NGRAM:
-            received = f"n-grams of {self.min_ngram} to {self.max_ngram} tokens"
-            raise _unfit("draft", received, f"1 ≤ min_ngram ≤ max_ngram ≤ {MOST_NGRAM}")
-
-    @property
-    def name(self) -> str:
-        return f"n-grams of {self.min_ngram} to {self.max_ngram} tokens"
-
-    @property
-    def precision(self) -> str:
-        return "none"
-
-
-@dataclass(frozen=True, kw_only=True)
-class EagleDraft:
-    """A head on the target's hidden states, `onnx/draft.onnx`, with a cache of one layer.
-
-    Version 3 joins the states at `taps` by `onnx/fuse.onnx`; version 1 (EAGLE-1 and -2) starts from
-    the state behind the target's last norm.
-    """
-
-    kind: Literal["eagle"] = "eagle"
-    version: int
-    card: ModelCard
-    taps: tuple[int, ...]  # layers whose input it reads; empty: the state behind the last norm
-    feature_width: int  # of the target's `features`
-    state_width: int
-
-    def __post_init__(self) -> None:
-        if self.version not in (1, 3):
-            raise _unfit("draft.version", self.version, "1 or 3")
-
-    @property
-    def name(self) -> str:
-        return self.card.name
-
-    @property
-    def precision(self) -> str:
-        return self.card.precision
-
-
-DraftCard = ModelDraft | NgramDraft | EagleDraft  # told apart by `kind`; `drafters.py` loads each
+            raise unfit("limits", received, "fewer draft tokens than max_context")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,17 +77,18 @@ class Manifest:
     @property
     def draft_model(self) -> ModelCard | None:
         """What the drafter has weights of its own in, if anything."""
-        return self.draft.card if isinstance(self.draft, ModelDraft | EagleDraft) else None
+        return self.draft.model if self.draft else None
 
     @property
     def feature_width(self) -> int:
         """Of the target's hidden states that the drafter reads; 0: none."""
-        return self.draft.feature_width if isinstance(self.draft, EagleDraft) else 0
+        return self.draft.feature_width if self.draft else 0
 
     @property
     def draft_vocab_size(self) -> int:
-        """Width of q: the draft model's vocabulary, else the target's."""
-        return (self.draft_model or self.target).vocab_size
+        """Width of q: the drafter's own vocabulary, else the target's."""
+        size = self.draft.vocab_size if self.draft else None
+        return self.target.vocab_size if size is None else size
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=1, ensure_ascii=False) + "\n"
@@ -200,7 +124,7 @@ def _read(kind: Any, raw: Any, where: str) -> Any:
         return raw
     if isinstance(kind, type) and type(raw) is kind:
         return raw
-    raise _unfit(where, raw, str(kind))
+    raise unfit(where, raw, str(kind))
 
 
 def _read_union(options: tuple[Any, ...], raw: Any, where: str) -> Any:
@@ -233,7 +157,7 @@ def _named(options: tuple[Any, ...], raw: Any, where: str) -> Any:
 def _read_dataclass(kind: type, raw: Any, where: str) -> Any:
     fields = {f.name: f for f in dataclasses.fields(kind)}
     if not isinstance(raw, dict):
-        raise _unfit(where, raw, "an object")
+        raise unfit(where, raw, "an object")
     missing, unknown = sorted(set(fields) - set(raw)), sorted(set(raw) - set(fields))
     if missing or unknown:
         raise BundleError(
@@ -242,9 +166,3 @@ def _read_dataclass(kind: type, raw: Any, where: str) -> Any:
         )
     hints = typing.get_type_hints(kind)
     return kind(**{name: _read(hints[name], raw[name], f"{where}.{name}") for name in fields})
-
-
-def _unfit(where: str, raw: Any, expected: str) -> BundleError:
-    return BundleError(
-        f"manifest.json: {where}: received {raw!r}. Expected {expected}; rebuild the bundle."
-    )

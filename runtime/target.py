@@ -7,14 +7,15 @@ never read. Rollback is a smaller length.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .buffers import RoundBuffers
-from .contract import CacheSpec
-from .executor import Call, Executor, cache_buffers
+from .contract import SKIP_LAYERS, CacheSpec
+from .executor import Buffers, Call, Executor, cache_buffers
 from .features import FeatureStore
 
 PREFILL_CHUNK = 128  # rows a call: enough to amortise the weights, small enough to cancel soon
@@ -32,7 +33,7 @@ class TargetStep:
     ) -> None:
         self._executor = executor
         self._buffers = buffers
-        self._features = features
+        self.features = features
         self._caches = cache_buffers(cache.past(), cache.shape(1))
         names = zip(cache.past(), cache.present(), strict=True)
         self._present = {present.name: self._caches[past.name] for past, present in names}
@@ -69,17 +70,32 @@ class TargetStep:
         return seconds
 
     def _keep_features(self, rows: int) -> None:
-        if self._features is not None:
-            self._features.keep(self.length, rows)
+        if self.features is not None:
+            self.features.keep(self.length, rows)
 
-    def _bind(self, input_ids: NDArray[Any], num_logits: int) -> Call:
-        inputs = {
+    def bind_skipping(self, input_ids: NDArray[Any]) -> Call:
+        """A pass behind `draft_lengths` rows through the layers that drafts keep.
+
+        Leaves the last row's logits in logits[:, :1], where verification will write its own.
+        """
+        switches = {SKIP_LAYERS.name: np.array(True)}
+        return self._bind(input_ids, 1, self._buffers.draft_lengths, switches)
+
+    def _bind(
+        self,
+        input_ids: NDArray[Any],
+        num_logits: int,
+        lengths: NDArray[Any] | None = None,  # None: target_lengths
+        switches: Buffers = MappingProxyType({}),
+    ) -> Call:
+        inputs: Buffers = {
             "input_ids": input_ids,
-            "past_lengths": self._buffers.target_lengths,
+            "past_lengths": self._buffers.target_lengths if lengths is None else lengths,
             "num_logits": np.array(num_logits, np.int64),
+            **switches,
             **self._caches,
         }
         outputs = {"logits": self._buffers.logits[:, :num_logits], **self._present}
-        if self._features is not None:
-            outputs["features"] = self._features.output(input_ids.shape[1])
+        if self.features is not None:
+            outputs["features"] = self.features.output(input_ids.shape[1])
         return self._executor.bind(inputs, outputs)

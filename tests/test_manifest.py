@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runtime.cards import MOST_NGRAM
 from runtime.contract import CacheSpec
 from runtime.errors import BundleError
 from runtime.manifest import (
-    MOST_NGRAM,
     SCHEMA,
     FileRecord,
     Gate,

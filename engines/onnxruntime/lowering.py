@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import onnx_ir as ir
 
@@ -17,6 +18,7 @@ from .normalization import NormalizationPass
 from .projections import PackedProjectionsPass
 from .quantized import QuantizedLinearPass, Quantizer
 from .rows_alike import RowsAlikePass
+from .skip_layers import SkipAnyLayerPass, SkipLayersPass
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +48,11 @@ def lower(model: ir.Model, quantizer: Quantizer | None) -> ir.Model:
 def make_rows_alike(model: ir.Model) -> ir.Model:
     """Make the rows of a lowered target independent of their number; errors as in `lower`."""
     return _apply(model, [RowsAlikePass()])
+
+
+def make_skippable(model: ir.Model, layers: Sequence[int] | None) -> ir.Model:
+    """Let a call leave out these layers, or each of all (None) by itself; errors as in `lower`."""
+    return _apply(model, [SkipAnyLayerPass() if layers is None else SkipLayersPass(layers)])
 
 
 def _apply(model: ir.Model, steps: list[ir.passes.PassBase]) -> ir.Model:

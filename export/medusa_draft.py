@@ -1,0 +1,186 @@
+"""Medusa heads on their way into a bundle: one graph for all heads, one tail to sample a draft."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from engines.external_data import WeightStore, save
+from engines.onnxruntime.lowering import lower
+from runtime.contract import heads_graph
+from runtime.errors import BuildError, GateFailed
+from runtime.executor import EngineOptions, Executor
+from runtime.manifest import Gate, MedusaDraft
+
+from . import gates
+from .checkpoint import Checkpoint
+from .draft_plan import WrittenDraft
+from .draft_tail import tail_model
+from .eagle_graph import rounded_names
+from .gate_graph import GateGraph
+from .medusa_heads import MedusaHeads, open_medusa
+from .medusa_module import MedusaModule
+from .portable import bind_weights, simplify
+from .precision import Precision
+from .quiet import quiet
+from .tolerances import EAGER
+from .torch_onnx import to_onnx
+from .trace import cache_spec, cleaned
+
+OUTPUT = "lm_head.weight"  # the target's, where the heads have none
+
+
+@dataclass(frozen=True, kw_only=True)
+class MedusaDraftPlan:
+    """`count`: heads that are built, at most as many as there are."""
+
+    heads: MedusaHeads
+    target: Checkpoint
+    precision: Precision
+    context: int  # the target's
+    count: int
+
+    @classmethod
+    def open(
+        cls,
+        source: str,
+        target: Checkpoint,
+        *,
+        target_context: int,
+        precision: Precision,
+        max_draft_tokens: int,
+    ) -> Self:
+        """Raises CheckpointError where they don't fit the target."""
+        heads = open_medusa(source, target)
+        if heads.borrows_head and target.find(OUTPUT) is None:
+            raise BuildError(
+                f"--draft {heads.name}: received heads without output matrices, and {target.name} "
+                f"has no {OUTPUT} to lend. Expected one of them; use heads of version 1."
+            )
+        count = min(heads.num_heads, max(1, max_draft_tokens))
+        return cls(
+            heads=heads, target=target, precision=precision, context=target_context, count=count
+        )
+
+    @property
+    def name(self) -> str:
+        return f"{self.heads.name}, {self.count} heads, {self.precision.name}"
+
+    @property
+    def most_drafts(self) -> int | None:
+        return self.count
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The state behind the last norm."""
+        return (self.target.config.num_hidden_layers,)
+
+    def write(self, onnx: Path, store: WeightStore, *, target_vocab: int) -> WrittenDraft:
+        model = simplify(self._traced())
+        bind_weights(model, self._load)
+        lower(model, self.precision.quantizer())
+        rounded = rounded_names(model)
+        save(model, "heads", store, share=self._shared)
+        size, d2t = self.heads.vocab_size, self._ascending()
+        save(tail_model(size, d2t, vocab_size=target_vocab), "tail", store)
+        return WrittenDraft(
+            card=self._card(),
+            vocab_size=size,
+            d2t=d2t,
+            gates=lambda tokens: [self._parity(onnx, rounded, tokens)],
+        )
+
+    def _traced(self) -> ir.Model:
+        axes = {0: torch.export.Dim("batch", min=1, max=1024)}
+        axes |= {1: torch.export.Dim("query_len", min=1, max=1 << 20)}
+        with quiet(), FakeTensorMode(allow_non_fake_inputs=True):
+            program = to_onnx(
+                MedusaModule(self.heads, self.count).eval(),
+                (torch.zeros(2, 4, self.heads.hidden_size),),
+                (axes,),
+                inputs=["features"],
+                outputs=["head_logits"],
+                name=self.heads.name,
+            )
+        return cleaned(program.model)
+
+    def _ascending(self) -> np.ndarray | None:
+        """d2t of the rows by ascending target id, as a bundle wants them."""
+        if self.heads.d2t is None:
+            return None
+        ids = np.sort(np.arange(self.heads.vocab_size) + self.heads.d2t)
+        return ids - np.arange(len(ids))
+
+    def _load(self, name: str) -> np.ndarray:
+        if name == OUTPUT:
+            return self.target.load(str(self.target.find(OUTPUT)))
+        value = self.heads.load(name)
+        if self.heads.d2t is None or not name.endswith("lm_head.weight"):
+            return value
+        return value[np.argsort(np.arange(self.heads.vocab_size) + self.heads.d2t)]
+
+    def _shared(self, name: str) -> str | None:
+        """The key of a tied output matrix, as the target's own graph has it."""
+        base, _, part = name.partition(".weight")
+        embedding, output = self.target.find("model.embed_tokens.weight"), self.target.find(OUTPUT)
+        if f"{base}.weight" != OUTPUT or embedding is None or output is None:
+            return None
+        home = self.target.stored(embedding)
+        if self.target.stored(output) != home:
+            return None
+        return f"{home}:{self.precision.name}:{part.removesuffix('.table')}"
+
+    def _card(self) -> MedusaDraft:
+        heads = self.heads
+        kept = tuple(f"heads.{i}." for i in range(self.count))
+        sizes = (np.prod(s) for name, s in heads.shapes().items() if name.startswith(kept))
+        return MedusaDraft(
+            name=heads.name,
+            revision=heads.revision,
+            sha256=heads.sha256,
+            parameters=int(sum(sizes)),
+            precision=self.precision.name,
+            num_heads=self.count,
+            vocab_size=heads.vocab_size,
+            feature_width=heads.hidden_size,
+        )
+
+    def _parity(self, onnx: Path, rounded: frozenset[str], tokens: Sequence[int]) -> Gate:
+        """All heads in f32 arithmetic on the target's states, against the eager ones."""
+        cache = cache_spec(self.target.config, self.context)
+        target = GateGraph(onnx / "target.onnx", cache, self.target.config.vocab_size)
+        target.rows(tokens)
+        states = target.features[:, None]  # a row a batch
+        graph, eager = self._graph_rows(onnx, states), self._eager_rows(rounded, states)
+        error = gates.relative_error(graph, eager)
+        figures: gates.Figures = {"relative_error": error, "limit": EAGER, "rows": len(tokens)}
+        if not error <= EAGER:
+            raise GateFailed(
+                f"gate draft parity: received a relative error of {error:.3g} against the eager "
+                f"heads with the same weights. Expected at most {EAGER:g}; these heads aren't "
+                "exported rightly: please report them with their config.json."
+            )
+        return Gate(name="draft parity", status="passed", figures=figures)
+
+    def _graph_rows(self, onnx: Path, states: np.ndarray) -> np.ndarray:
+        logits = np.zeros((len(states), self.count, self.heads.vocab_size), np.float32)
+        with gates.exact_arithmetic(onnx / "heads.onnx") as variant:
+            heads = Executor.load(variant, heads_graph(), EngineOptions(spin=False))
+            heads.bind({"features": states}, {"head_logits": logits}).run()
+        return logits
+
+    @torch.inference_mode()
+    def _eager_rows(self, rounded: frozenset[str], states: np.ndarray) -> np.ndarray:
+        module = MedusaModule(self.heads, self.count)
+        for name, parameter in module.named_parameters():
+            value = self._load(name)
+            value = self.precision.rounded(value) if name in rounded else value
+            parameter.copy_(torch.from_numpy(value))
+        return module(torch.from_numpy(states)).numpy()
