@@ -16,6 +16,7 @@ from runtime.errors import CheckpointError, UnsupportedModel, VocabularyMismatch
 from .checkpoint import Checkpoint
 from .eagle_config import TAP_IDS, EagleConfig
 from .eagle_layout import EMBEDDING, HEAD
+from .head_files import warn_of_target
 from .model_config import model_class
 from .tensor_store import TensorStore
 from .vocabulary import read_draft_map
@@ -144,17 +145,7 @@ def _check_made_for(config: EagleConfig, target: Checkpoint) -> None:
             f"{config.name}: received a head for {sorted(wanted)}. Expected one for "
             f"{sorted(own)}, as {target.name} is; use the target that the head was made for."
         )
-    stated = config.made_for
-    if stated and _base_name(stated) != _base_name(target.name):
-        logger.warning(
-            "%s: made for %s; the target here is %s. If they are different models, little or "
-            "nothing will be accepted.",
-            config.name, stated, target.name,
-        )  # fmt: skip
-
-
-def _base_name(name: str) -> str:
-    return name.rstrip("/").rsplit("/", 1)[-1].lower()
+    warn_of_target(config.name, config.made_for, target.name)
 
 
 def _check_depth(config: EagleConfig, target: Checkpoint, layers: int) -> None:

@@ -28,14 +28,12 @@ from pathlib import Path
 import numpy as np
 from transformers import PretrainedConfig
 
-from runtime.errors import CheckpointError
-
 from .checkpoint import Checkpoint
 from .eagle_checks import check_map, check_taps, check_target, check_width, lent_names
 from .eagle_config import EagleConfig, read_eagle_config
 from .eagle_layout import HEAD, MAPS, canonical_names, check_shapes, head_shapes
 from .head_files import HeadFiles, open_head_files
-from .tensor_store import BorrowingStore, RenamedStore, TensorStore
+from .tensor_store import BorrowingStore, RenamedStore, TensorStore, load_finite
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,17 +61,9 @@ class EagleHead:
     def load(self, name: str) -> np.ndarray:
         """One parameter, float32; the array belongs to the caller.
 
-        Raises CheckpointError where a value isn't finite: a tensor that was never trained or
-        overflowed when it was converted.
+        Raises CheckpointError where a value isn't finite.
         """
-        value = self.tensors.load(name)
-        if not np.isfinite(value).all():
-            raise CheckpointError(
-                f"{self.name}: {name}: received {np.count_nonzero(~np.isfinite(value))} values "
-                f"that aren't finite, of {value.size}. Expected numbers; the file is damaged or "
-                "was saved before its weights were loaded."
-            )
-        return value
+        return load_finite(self.tensors, name, self.name)
 
 
 def open_eagle(source: str | Path, target: Checkpoint) -> EagleHead:

@@ -55,7 +55,7 @@ def open_head_files(source: str | Path) -> HeadFiles:
         name=directory.resolve().name if local else str(source),
         revision="" if local else directory.name,
         config=read_json(directory / "config.json"),
-        tensors=_read_weights(directory),
+        tensors=read_weights(directory),
     )
 
 
@@ -69,7 +69,22 @@ def head_directory(source: str | Path) -> Path:
     return download(str(source), directory.name, patterns=_PICKLED)
 
 
-def _read_weights(directory: Path) -> TensorStore:
+def warn_of_target(name: str, stated: str | None, target: str) -> None:
+    """A head that names another target; only a warning, for a directory can have any name."""
+    if stated and _base_name(stated) != _base_name(target):
+        logger.warning(
+            "%s: made for %s; the target here is %s. If they are different models, little or "
+            "nothing will be accepted.",
+            name, stated, target,
+        )  # fmt: skip
+
+
+def _base_name(name: str) -> str:
+    return name.rstrip("/").rsplit("/", 1)[-1].lower()
+
+
+def read_weights(directory: Path) -> TensorStore:
+    """The tensors of a directory, none of them read. Raises CheckpointError."""
     if any((directory / name).exists() for name in _MODEL_FILES):
         return SafetensorsStore(directory, read_headers(directory))
     if (directory / _HEAD_FILE).exists():

@@ -93,6 +93,22 @@ class BorrowingStore:
         return self.own, name
 
 
+def load_finite(tensors: TensorStore, name: str, where: str) -> np.ndarray:
+    """One tensor of `where`, a drafter's head.
+
+    Raises CheckpointError where a value isn't finite: it was never trained, or overflowed when it
+    was converted. Such a head drafts nothing that is accepted, and says so nowhere.
+    """
+    value = tensors.load(name)
+    if not np.isfinite(value).all():
+        raise CheckpointError(
+            f"{where}: {name}: received {np.count_nonzero(~np.isfinite(value))} values that "
+            f"aren't finite, of {value.size}. Expected numbers; the file is damaged or was saved "
+            "before its weights were loaded."
+        )
+    return value
+
+
 def read_exactly(path: Path, offset: int, count_bytes: int) -> np.ndarray:
     """`count_bytes` of a file as uint8, read rather than mapped.
 

@@ -147,3 +147,32 @@ def write_head(
     else:
         torch.save(dict(state), directory / file)
     return directory
+
+
+def medusa_state(
+    *, heads: int = 3, layers: int = 1, version: int = 1, rows: int = VOCAB, prefix: str = ""
+) -> State:
+    """As FasterDecoding saves it; version 2 has no output matrices."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for i in range(heads):
+        for j in range(layers):
+            shapes[f"{prefix}{i}.{j}.linear.weight"] = (HIDDEN, HIDDEN)
+            shapes[f"{prefix}{i}.{j}.linear.bias"] = (HIDDEN,)
+        if version == 1:
+            shapes[f"{prefix}{i}.{layers}.weight"] = (rows, HIDDEN)
+    return random_state(shapes, torch.float16)
+
+
+def vllm_medusa_state(*, heads: int = 2, layers: int = 2, rows: int = VOCAB) -> State:
+    """As vLLM reads it: no biases."""
+    shapes = {
+        f"blocks.{i}.layers.{j}.weight": (HIDDEN, HIDDEN)
+        for i in range(heads)
+        for j in range(layers)
+    } | {f"lm_heads.{i}.weight": (rows, HIDDEN) for i in range(heads)}
+    return random_state(shapes, torch.bfloat16)
+
+
+def medusa_config(**changes: Any) -> dict[str, Any]:
+    stated = {"medusa_num_heads": 3, "medusa_num_layers": 1}
+    return stated | {"base_model_name_or_path": "acme/target"} | changes
