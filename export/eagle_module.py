@@ -84,7 +84,7 @@ class EagleModule(nn.Module):
             config=self.config,
             inputs_embeds=embedded,
             attention_mask=torch.ones_like(input_ids),
-            past_key_values=None,
+            cache=None,
             position_ids=positions,
         )
         if self.fc is not None:

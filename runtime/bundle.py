@@ -190,12 +190,11 @@ def _read_map(path: Path, manifest: Manifest) -> Int64Array | None:
         d2t: Int64Array = np.load(path / "d2t.npy", allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
         raise BundleError(f"d2t.npy: {error}; rebuild the bundle.") from error
-    _check_map(d2t, manifest.draft_model, manifest.target.vocab_size)
+    _check_map(d2t, manifest.draft_vocab_size, manifest.target.vocab_size)
     return d2t
 
 
-def _check_map(d2t: Any, draft: ModelCard | None, target_size: int) -> None:
-    size = draft.vocab_size if draft else 0
+def _check_map(d2t: Any, size: int, target_size: int) -> None:
     fits = isinstance(d2t, np.ndarray) and d2t.dtype == np.int64 and d2t.shape == (size,)
     if not fits:
         raise BundleError(

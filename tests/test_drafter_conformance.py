@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers_eagle import write_eagle_bundle
+from helpers_medusa import write_medusa_bundle
 from helpers_runtime import near_table, reference_greedy, write_bundle
 from numpy.typing import NDArray
 
@@ -30,7 +31,7 @@ from runtime.drafter import Drafter
 from runtime.engine import load_rounds
 from runtime.executor import EngineOptions
 from runtime.grammar import Grammar
-from runtime.manifest import DraftCard, EagleDraft, ModelDraft, NgramDraft
+from runtime.manifest import DraftCard, EagleDraft, MedusaDraft, ModelDraft, NgramDraft
 from runtime.outcome import Outcome
 from runtime.round import Rounds
 from runtime.sequence import FinishReason
@@ -66,11 +67,18 @@ def _eagle(path: Path) -> Path:
     return write_eagle_bundle(path, TABLE, near_table(TABLE, 0.6), context=CONTEXT, eos=())
 
 
+def _medusa(path: Path) -> Path:
+    tables = np.random.default_rng(6).standard_normal((len(TABLE), 4, TOKENS)).astype(np.float32)
+    tables[..., [0, 5, 6]] += 1.0  # 0: what the target repeats where 5 and 3 are banned
+    return write_medusa_bundle(path, TABLE, tables, context=CONTEXT, eos=())
+
+
 #: the registry's kinds, each with a bundle of it
 BUNDLES: dict[type, Callable[[Path], Path]] = {
     ModelDraft: _model,
     NgramDraft: _ngram,
     EagleDraft: _eagle,
+    MedusaDraft: _medusa,
 }
 KINDS = typing.get_args(DraftCard)
 

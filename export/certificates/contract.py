@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from runtime.bundle import Bundle
+from runtime.bundle import Bundle, GraphName
 from runtime.bundle_files import file_sha256
 from runtime.manifest import EagleDraft
 from runtime.text import Text
@@ -48,13 +48,20 @@ def _vocabulary(bundle: Bundle) -> Found:
         for name, size in sizes.items()
         if size != figures["vocab_size"]
     ]
-    if bundle.manifest.draft_model is not None:
+    sampler = _sampler(bundle)
+    if sampler is not None:
         figures["draft_vocab_size"] = bundle.manifest.draft_vocab_size
-        q = _axis(bundle.model_path("draft"), "draft_step_probs")
+        q = _axis(bundle.model_path(sampler), "draft_step_probs")
         read = _axis(bundle.model_path("accept"), "draft_probs", of_input=True)
         if not q == read == figures["draft_vocab_size"]:
-            faults.append(f"draft vocabulary: draft.onnx gives {q}, accept.onnx reads {read}")
+            faults.append(f"draft vocabulary: {sampler}.onnx gives {q}, accept.onnx reads {read}")
     return figures, faults
+
+
+def _sampler(bundle: Bundle) -> GraphName | None:
+    """The graph that draws drafts, if one does."""
+    graphs = bundle.manifest.draft.graphs if bundle.manifest.draft else ()
+    return "draft" if "draft" in graphs else "tail" if "tail" in graphs else None
 
 
 def _map(bundle: Bundle) -> Found:
@@ -63,11 +70,14 @@ def _map(bundle: Bundle) -> Found:
     ids = np.arange(len(bundle.d2t)) + bundle.d2t
     inverse = np.full(bundle.manifest.target.vocab_size, len(ids))
     inverse[ids] = np.arange(len(ids))
-    wanted = {"draft": (bundle.d2t,), "accept": (inverse, ids[None])}
+    wanted: dict[GraphName, tuple[Array, ...]] = {"accept": (inverse, ids[None])}
+    sampler = _sampler(bundle)
+    if sampler is not None:
+        wanted[sampler] = (bundle.d2t,)
     faults = [
         f"d2t: {name}.onnx holds another map than d2t.npy; the draft's tokens would be misread"
         for name, maps in wanted.items()
-        if not all(_holds(bundle.model_path(name), one) for one in maps)  # type: ignore[arg-type]
+        if not all(_holds(bundle.model_path(name), one) for one in maps)
     ]
     return {"d2t": f"{len(ids)} tokens"}, faults
 
