@@ -16,7 +16,6 @@ from runtime.errors import CheckpointError, UnsupportedModel, VocabularyMismatch
 from .checkpoint import Checkpoint
 from .eagle_config import TAP_IDS, EagleConfig
 from .eagle_layout import EMBEDDING, HEAD
-from .head_files import warn_of_target
 from .model_config import model_class
 from .tensor_store import TensorStore
 from .vocabulary import read_draft_map
@@ -136,7 +135,7 @@ def _lend(config: EagleConfig, name: str, wanted: str, target: Checkpoint) -> st
 
 
 def _check_made_for(config: EagleConfig, target: Checkpoint) -> None:
-    """The architecture must agree; a name may differ, for a directory can have any."""
+    """The architecture must agree, where both sides name theirs."""
     kind = model_class(target.config)
     own = set(target.config.architectures or ()) | ({kind.__name__} if kind else set())
     wanted = set(config.made_for_architectures)
@@ -145,7 +144,6 @@ def _check_made_for(config: EagleConfig, target: Checkpoint) -> None:
             f"{config.name}: received a head for {sorted(wanted)}. Expected one for "
             f"{sorted(own)}, as {target.name} is; use the target that the head was made for."
         )
-    warn_of_target(config.name, config.made_for, target.name)
 
 
 def _check_depth(config: EagleConfig, target: Checkpoint, layers: int) -> None:

@@ -129,11 +129,17 @@ def _check_layer(layer: PretrainedConfig, nested: Mapping[str, Any], name: str) 
             f"{name}: received hidden_act {layer.hidden_act!r}. Expected 'silu', which published "
             "heads have."
         )
-    kinds = nested.get("layer_types") or []
-    if "sliding_attention" in kinds or nested.get("use_sliding_window"):
+    if _windowed(nested):
         raise UnsupportedModel(
             f"{name}: received a layer with a sliding window. Expected full attention."
         )
+
+
+def _windowed(nested: Mapping[str, Any]) -> bool:
+    """Qwen3 states a window that it doesn't use unless told to; a Llama layer states none."""
+    used = nested.get("use_sliding_window", nested.get("model_type") != "qwen3")
+    kinds = nested.get("layer_types") or ()
+    return "sliding_attention" in kinds or bool(used and nested.get("sliding_window"))
 
 
 def _biased(nested: Mapping[str, Any]) -> frozenset[str]:
@@ -148,7 +154,8 @@ def _taps(raw: Mapping[str, Any], name: str) -> tuple[int, ...] | None:
     """As indices into HF hidden_states, where 0 is the embedding and i the input of layer i.
 
     At the top level (speculators, vLLM) an id is that index. Inside `eagle_config` (SGLang,
-    SpecForge, ModelOpt) it names the layer whose output is meant: one less.
+    SpecForge, ModelOpt) it may also name the layer whose output is meant, one less; as SGLang
+    tells them apart, the lowest is 1 then (github.com/sgl-project/sglang/pull/25454).
     """
     own, nested = raw.get(TAP_IDS), (raw.get("eagle_config") or {}).get(TAP_IDS)
     ids = nested if own is None else own
@@ -159,4 +166,5 @@ def _taps(raw: Mapping[str, Any], name: str) -> tuple[int, ...] | None:
             f"{name}: received {TAP_IDS} {ids!r}. Expected a list of layer numbers, or null for "
             "the default ones."
         )
-    return tuple(ids) if own is not None else tuple(i + 1 for i in ids)
+    outputs = own is None and ids[:1] == [1]
+    return tuple(i + 1 for i in ids) if outputs else tuple(ids)

@@ -77,6 +77,7 @@ def open_eagle(source: str | Path, target: Checkpoint) -> EagleHead:
     config = read_eagle_config(files.config, files.tensors.names(), files.name)
     own = RenamedStore(own=files.tensors, stored=canonical_names(files.tensors))
     check_target(config, target)
+    files.check_target(target, config.made_for)
     taps = check_taps(config, target)
     check_width(config, own)
     d2t = check_map(config, own, target)

@@ -14,12 +14,15 @@ from typing import Any
 
 from runtime.errors import CheckpointError
 
+from .checkpoint import Checkpoint
 from .hub import download
 from .model_config import read_json
 from .pickled_weights import PickledStore, read_pickled
 from .safetensors_checkpoint import SafetensorsStore, read_headers
 from .safetensors_file import read_header
 from .tensor_store import TensorStore
+from .text_files import read_tokenizer
+from .vocabulary import check_vocabularies
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +35,7 @@ _PICKLED = ("pytorch_model.bin", "medusa_lm_head.pt")
 class HeadFiles:
     name: str  # directory name or hub id
     revision: str  # hub commit, "" for local files
+    directory: Path
     config: Mapping[str, Any]
     tensors: TensorStore
 
@@ -46,6 +50,24 @@ class HeadFiles:
                 self.tensors.path.name,
             )
 
+    def check_target(self, target: Checkpoint, stated: str | None) -> None:
+        """Compare what a head may say of its target: a tokenizer, and the name `stated`.
+
+        Another name is only warned of, for a directory can have any. Raises VocabularyMismatch.
+        """
+        if (self.directory / "tokenizer.json").exists():
+            size = target.config.vocab_size
+            own = read_tokenizer(self.directory)
+            check_vocabularies(
+                target.text_files().tokenizer, own, target_size=size, draft_size=size
+            )
+        if stated and _base_name(stated) != _base_name(target.name):
+            logger.warning(
+                "%s: made for %s; the target here is %s. If they are different models, little or "
+                "nothing will be accepted.",
+                self.name, stated, target.name,
+            )  # fmt: skip
+
 
 def open_head_files(source: str | Path) -> HeadFiles:
     """Open a directory or a hub id. Raises CheckpointError."""
@@ -54,6 +76,7 @@ def open_head_files(source: str | Path) -> HeadFiles:
     return HeadFiles(
         name=directory.resolve().name if local else str(source),
         revision="" if local else directory.name,
+        directory=directory,
         config=read_json(directory / "config.json"),
         tensors=read_weights(directory),
     )
@@ -67,16 +90,6 @@ def head_directory(source: str | Path) -> Path:
     if any(directory.glob("*.safetensors")):
         return directory
     return download(str(source), directory.name, patterns=_PICKLED)
-
-
-def warn_of_target(name: str, stated: str | None, target: str) -> None:
-    """A head that names another target; only a warning, for a directory can have any name."""
-    if stated and _base_name(stated) != _base_name(target):
-        logger.warning(
-            "%s: made for %s; the target here is %s. If they are different models, little or "
-            "nothing will be accepted.",
-            name, stated, target,
-        )  # fmt: skip
 
 
 def _base_name(name: str) -> str:

@@ -22,7 +22,7 @@ import numpy as np
 from runtime.errors import CheckpointError, UnsupportedModel, VocabularyMismatch
 
 from .checkpoint import Checkpoint
-from .head_files import HeadFiles, open_head_files, warn_of_target
+from .head_files import HeadFiles, open_head_files
 from .medusa_layout import TOKEN_MAP, MedusaLayout, read_layout
 from .tensor_store import TensorStore, load_finite
 
@@ -94,7 +94,8 @@ def open_medusa(source: str | Path, target: Checkpoint) -> MedusaHeads:
     layout = read_layout(files.tensors.names(), files.name)
     d2t = _token_map(files, target.config.vocab_size)
     _check_shapes(files, layout, target, d2t)
-    _warn(files, layout, target)
+    files.check_target(target, files.config.get("base_model_name_or_path"))
+    _warn(files, layout)
     return MedusaHeads(
         name=files.name,
         revision=files.revision,
@@ -167,13 +168,12 @@ def _check_variant(files: HeadFiles) -> None:
         )
 
 
-def _warn(files: HeadFiles, layout: MedusaLayout, target: Checkpoint) -> None:
+def _warn(files: HeadFiles, layout: MedusaLayout) -> None:
     """The tensors are right, whatever config.json says; yet it may be of another head."""
     found = {"num_heads": layout.num_heads, "num_layers": layout.num_layers}
     for what, keys in _COUNTS.items():
         _warn_of(files, keys, str(found[what]))
     _warn_of(files, ("version",), "1" if layout.has_outputs else "2")
-    warn_of_target(files.name, files.config.get("base_model_name_or_path"), target.name)
 
 
 def _warn_of(files: HeadFiles, keys: tuple[str, ...], found: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_checkpoints import VOCAB, llama_config, save
+from tiny_checkpoints import VOCAB, llama_config, save, tokenizer, tokens
 from tiny_heads import (
     HEAD_DIM,
     HIDDEN,
@@ -27,6 +27,7 @@ from tiny_heads import (
 )
 
 from export.checkpoint import Checkpoint, open_checkpoint
+from export.drafter_kind import DrafterKind, read_kind
 from export.eagle_head import EagleHead, open_eagle
 from runtime.errors import CheckpointError, UnsupportedModel, VocabularyMismatch
 
@@ -143,7 +144,8 @@ def test_speculators_leaves_out_defaults(target: Checkpoint, tmp_path: Path) -> 
 def test_speculators_qwen3_layer(target: Checkpoint, tmp_path: Path) -> None:
     norms = {f"layers.0.self_attn.{n}_norm.weight": (HEAD_DIM,) for n in "qk"}
     state = eagle3_state("layers.0.") | embedding() | random_state(norms, torch.float16)
-    layer = {"model_type": "qwen3", "head_dim": HEAD_DIM}
+    unused = {"use_sliding_window": False, "sliding_window": 4096}
+    layer = {"model_type": "qwen3", "head_dim": HEAD_DIM} | unused
     head = open_eagle(write_head(tmp_path, speculators_config(layer=layer), state), target)
     assert head.config.model_type == "qwen3"
     assert_weights(head, state)
@@ -237,7 +239,8 @@ def test_what_only_training_needs_is_left_out(target: Checkpoint, tmp_path: Path
     ("stated", "taps"),
     [
         ({TAPS: [1, 3, 8]}, (1, 3, 8)),  # speculators and vLLM: hidden_states[id]
-        ({"eagle_config": {TAPS: [1, 3, 8]}}, (2, 4, 9)),  # SGLang: outputs of layers
+        ({"eagle_config": {TAPS: [1, 3, 8]}}, (2, 4, 9)),  # SGLang: outputs of layers from 1 on
+        ({"eagle_config": {TAPS: [2, 3, 8]}}, (2, 3, 8)),  # and otherwise their inputs
         ({TAPS: None, "eagle_config": {"use_aux_hidden_state": True}}, (2, 5, 7)),
         ({TAPS: [0, 1, 9]}, (0, 1, 9)),
     ],
@@ -269,7 +272,12 @@ def test_taps_one_below_the_usual_are_warned_of(
         ({"model_type": "mixtral"}, UnsupportedModel, "model type 'mixtral'"),
         ({"hidden_size": "32"}, CheckpointError, "transformers refuses"),
         ({"layer_types": ["sliding_attention"]}, UnsupportedModel, "sliding window"),
-        ({"use_sliding_window": True}, UnsupportedModel, "sliding window"),
+        ({"sliding_window": 512}, UnsupportedModel, "sliding window"),
+        (
+            {"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 512},
+            UnsupportedModel,
+            "sliding window",
+        ),
         ({"speculators_model_type": "dflash"}, UnsupportedModel, "'dflash'. Expected 'eagle3'"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, UnsupportedModel, "without taps"),
         ({"norm_before_fc": True, "fc_norm": True}, CheckpointError, "both"),
@@ -328,6 +336,18 @@ def test_head_of_another_name_is_only_warned_of(
     config["speculators_config"]["verifier"]["name_or_path"] = "acme/other"
     open_eagle(write_head(tmp_path, config, state), target)
     assert "made for acme/other" in caplog.text
+
+
+def test_head_with_another_tokenizer(target: Checkpoint, tmp_path: Path) -> None:
+    """Heads seldom carry one; where they do, equal ids must mean equal text."""
+    write_head(tmp_path, published_config(), eagle3_state())
+    tokenizer().save(str(tmp_path / "tokenizer.json"))
+    open_eagle(tmp_path, target)
+    names = tokens()
+    names[5], names[6] = names[6], names[5]
+    tokenizer(names).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(VocabularyMismatch, match="token 5 is"):
+        open_eagle(tmp_path, target)
 
 
 # Refusals: the tensors
@@ -429,3 +449,22 @@ def test_no_weights(target: Checkpoint, tmp_path: Path) -> None:
     write_head(tmp_path, published_config(), {}).joinpath("model.safetensors").unlink()
     with pytest.raises(CheckpointError, match="no weights"):
         open_eagle(tmp_path, target)
+
+
+# The hub, offline
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
+def test_hub_id_is_read_from_the_cache(
+    target: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    repository = tmp_path / "models--someone--head"
+    write_head(repository / "snapshots" / commit, published_config(), eagle3_state(), file)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert read_kind("someone/head") is DrafterKind.EAGLE
+    head = open_eagle("someone/head", target)
+    assert (head.name, head.revision) == ("someone/head", commit)
+    assert_weights(head, eagle3_state())
