@@ -44,8 +44,8 @@ def build(
     draft: Annotated[
         str,
         typer.Option(
-            help="A draft's directory or hub id; ngram to look up what the text says already; "
-            "none for plain decoding only."
+            help="A draft's directory or hub id; ngram to look up what the text says already, "
+            "ngram+PATH to look up where it does and draft elsewhere; none for plain decoding only."
         ),
     ] = "none",
     backend: Annotated[str, typer.Option(help="onnxruntime.")] = "onnxruntime",

@@ -6,17 +6,20 @@ A new kind is a case here, and in runtime/drafters.py, which loads it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from runtime.errors import BuildError
 
 from .checkpoint import Checkpoint
 from .draft_plan import DraftPlan
+from .draft_vocabulary import QOver
 from .model_draft import ModelDraftPlan
 from .ngram_draft import NgramDraftPlan
+from .ngram_plus import NgramPlusPlan
 from .precision import precision
 
 NGRAM = "ngram"  # a directory of that name is ./ngram
+PLUS = f"{NGRAM}+"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +30,7 @@ class DraftRequest:
     precision: str | None
     min_ngram: int | None
     max_ngram: int | None
+    q_over: QOver = QOver.DRAFT
 
 
 def open_drafter(
@@ -37,6 +41,8 @@ def open_drafter(
     Raises CheckpointError, and BuildError for an option that another kind of drafter takes.
     """
     bounds = {"--min-ngram": request.min_ngram, "--max-ngram": request.max_ngram}
+    if request.source is not None and request.source.startswith(PLUS):
+        return _open_plus(request, target, context=context, target_precision=target_precision)
     if request.source == NGRAM:
         _refuse({"--draft-precision": request.precision}, "a draft model: a lookup has no weights")
         return NgramDraftPlan.of(
@@ -46,7 +52,32 @@ def open_drafter(
     if request.source is None:
         return None
     chosen = precision(request.precision or target_precision, "--draft-precision")
-    return ModelDraftPlan.open(request.source, target, target_context=context, precision=chosen)
+    return ModelDraftPlan.open(
+        request.source,
+        target,
+        target_context=context,
+        precision=chosen,
+        q_over=request.q_over,
+    )
+
+
+def _open_plus(
+    request: DraftRequest, target: Checkpoint, *, context: int, target_precision: str
+) -> DraftPlan:
+    rest = (request.source or "").removeprefix(PLUS)
+    lookup = NgramDraftPlan.of(
+        min_ngram=request.min_ngram, max_ngram=request.max_ngram, context=context
+    )
+    behind = replace(request, source=rest, min_ngram=None, max_ngram=None, q_over=QOver.TARGET)
+    other = None
+    if rest not in ("", "none", NGRAM) and not rest.startswith(PLUS):
+        other = open_drafter(behind, target, context=context, target_precision=target_precision)
+    if other is None:
+        raise BuildError(
+            f"--draft {request.source}: received no draft model behind the lookup. Expected "
+            f"{PLUS}PATH, a draft's directory or hub id; --draft {NGRAM} looks up alone."
+        )
+    return NgramPlusPlan(lookup=lookup, other=other)
 
 
 def _refuse(options: Mapping[str, object], expected: str) -> None:

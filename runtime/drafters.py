@@ -13,9 +13,10 @@ from .contract import GraphSpec, draft_graph
 from .draft_model import DraftModel
 from .drafter import Drafter
 from .executor import Executor
-from .manifest import DraftCard, ModelDraft, NgramDraft
+from .manifest import DraftCard, ModelDraft, NgramDraft, NgramPlusDraft
 from .ngram_drafter import NgramDrafter
 from .ngram_index import NgramIndex
+from .ngram_plus import NgramPlus
 
 
 class OpenGraph(Protocol):
@@ -32,5 +33,8 @@ def load_drafter(card: DraftCard, open_graph: OpenGraph, buffers: RoundBuffers) 
             return DraftModel(open_graph("draft", draft_graph(cache)), cache, buffers)
         case NgramDraft():
             return NgramDrafter(NgramIndex(card.min_ngram, card.max_ngram), buffers)
+        case NgramPlusDraft():
+            lookup = load_drafter(card.ngram, open_graph, buffers)
+            return NgramPlus(lookup, load_drafter(card.other, open_graph, buffers), buffers)
         case _:
             assert_never(card)

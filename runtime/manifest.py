@@ -90,7 +90,25 @@ class NgramDraft:
         return "none"
 
 
-DraftCard = ModelDraft | NgramDraft  # told apart by `kind`; `drafters.py` loads each
+@dataclass(frozen=True, kw_only=True)
+class NgramPlusDraft:
+    """Lookup where it finds something, `other` elsewhere; q is over the target's vocabulary."""
+
+    kind: Literal["ngram+"] = "ngram+"
+    ngram: NgramDraft
+    other: ModelDraft
+
+    @property
+    def name(self) -> str:
+        return f"{self.ngram.name}, else {self.other.name}"
+
+    @property
+    def precision(self) -> str:
+        return self.other.precision
+
+
+#: told apart by `kind`; `drafters.py` loads each
+DraftCard = ModelDraft | NgramDraft | NgramPlusDraft
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,13 +143,15 @@ class Manifest:
 
     @property
     def draft_model(self) -> ModelCard | None:
-        """The draft's model, where the draft is one."""
-        return self.draft.card if isinstance(self.draft, ModelDraft) else None
+        """The draft's model, where the draft is one or has one."""
+        draft = self.draft.other if isinstance(self.draft, NgramPlusDraft) else self.draft
+        return draft.card if isinstance(draft, ModelDraft) else None
 
     @property
     def draft_vocab_size(self) -> int:
-        """Width of q: the draft model's vocabulary, else the target's."""
-        return (self.draft_model or self.target).vocab_size
+        """Width of q: the vocabulary of a draft that is a model, else the target's."""
+        model = self.draft.card if isinstance(self.draft, ModelDraft) else self.target
+        return model.vocab_size
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=1, ensure_ascii=False) + "\n"

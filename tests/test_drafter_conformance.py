@@ -29,7 +29,7 @@ from runtime.drafter import Drafter
 from runtime.engine import load_rounds
 from runtime.executor import EngineOptions
 from runtime.grammar import Grammar
-from runtime.manifest import DraftCard, ModelDraft, NgramDraft
+from runtime.manifest import DraftCard, ModelDraft, NgramDraft, NgramPlusDraft
 from runtime.outcome import Outcome
 from runtime.round import Rounds
 from runtime.sequence import FinishReason
@@ -61,8 +61,18 @@ def _ngram(path: Path) -> Path:
     return write_bundle(path, TABLE, NgramDraft(min_ngram=1, max_ngram=3), context=CONTEXT, eos=())
 
 
+def _ngram_plus(path: Path) -> Path:
+    lookup = NgramDraft(min_ngram=1, max_ngram=3)
+    draft = near_table(TABLE, 0.6)
+    return write_bundle(path, TABLE, draft, context=CONTEXT, eos=(), lookup=lookup)
+
+
 #: the registry's kinds, each with a bundle of it
-BUNDLES: dict[type, Callable[[Path], Path]] = {ModelDraft: _model, NgramDraft: _ngram}
+BUNDLES: dict[type, Callable[[Path], Path]] = {
+    ModelDraft: _model,
+    NgramDraft: _ngram,
+    NgramPlusDraft: _ngram_plus,
+}
 KINDS = typing.get_args(DraftCard)
 
 
