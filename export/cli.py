@@ -44,7 +44,8 @@ def build(
     draft: Annotated[
         str,
         typer.Option(
-            help="A draft's directory or hub id; ngram to look up what the text says already; "
+            help="A directory or hub id: a draft model, EAGLE or Medusa heads; ngram to look up "
+            "what the text says already, ngram+PATH to look up where it does and draft elsewhere; "
             "layer-skip for the target without some layers; none for plain decoding only."
         ),
     ] = "none",

@@ -20,7 +20,7 @@ from runtime.errors import BuildError
 
 from .adjust_graph import BANNED, Adjustments, adjusted, all_drafts
 from .control_flow import Op, Values, f32, i64, when
-from .draft_vocabulary import DraftVocabulary, check_length
+from .draft_vocabulary import DraftVocabulary, QOver, check_length
 from .draw_graph import draw
 from .graph_signature import name_outputs, typed
 from .sampling_inputs import Sampling, any_sampled
@@ -32,6 +32,7 @@ def append_draft_sampling(
     d2t: np.ndarray | None = None,  # [draft_vocab] int64, target id = i + d2t[i]
     *,
     vocab_size: int | None = None,  # the target's; None: the draft's own
+    q_over: QOver = QOver.DRAFT,
 ) -> None:
     """Replace the output `logits` [batch, 1, draft_vocab] f32 by the sampled token and q.
 
@@ -47,23 +48,31 @@ def append_draft_sampling(
     step = _Step.of(inputs, vocabulary)
     known = _known(builder.op, logits, vocabulary)
     token, probs = _sample(builder.op, step.adjusted(builder.op, known), step)
-    outputs = [_target_ids(builder.op, token, d2t), builder.op.Identity(probs)]
-    name_outputs(outputs, (DRAFT_TOKEN, DRAFT_STEP_PROBS), sizes)
+    outputs = [_target_ids(builder.op, token, d2t), _q(builder.op, probs, vocabulary, q_over)]
+    name_outputs(
+        outputs,
+        (DRAFT_TOKEN, DRAFT_STEP_PROBS),
+        sizes | {"draft_vocab": vocabulary.q_size(q_over)},
+    )
     model.graph.outputs[position : position + 1] = outputs
     NameFixPass()(model)
 
 
 def tail_model(
-    size: int, d2t: np.ndarray | None = None, *, vocab_size: int | None = None
+    size: int,
+    d2t: np.ndarray | None = None,
+    *,
+    vocab_size: int | None = None,
+    q_over: QOver = QOver.DRAFT,
 ) -> ir.Model:
     """The tail alone, behind logits [batch, 1, size] f32 that another graph made.
 
-    d2t, vocab_size: as in `append_draft_sampling`.
+    d2t, vocab_size, q_over: as in `append_draft_sampling`.
     """
     logits = ir.val(LOGITS.name, dtype=ir.DataType.FLOAT, shape=["batch", 1, size])
     graph = ir.Graph([logits], [logits], nodes=[], opset_imports={"": 24}, name="tail")
     model = ir.Model(graph, ir_version=10)
-    append_draft_sampling(model, d2t, vocab_size=vocab_size)
+    append_draft_sampling(model, d2t, vocab_size=vocab_size, q_over=q_over)
     return model
 
 
@@ -130,6 +139,14 @@ def _sample(
 
     wanted = any_sampled(op, step.temperature)
     return when(op, wanted, greedy, sampled, [i64("batch", 1), f32("batch", 1, size)])
+
+
+def _q(op: Op, probs: ir.Value, vocabulary: DraftVocabulary, q_over: QOver) -> ir.Value:
+    """q [batch, 1, draft_vocab or vocab] f32."""
+    if q_over is QOver.DRAFT:
+        return op.Identity(probs)
+    spread = vocabulary.over_target(op, op.Squeeze(probs, [1]))
+    return op.Unsqueeze(spread, [1])
 
 
 def _target_ids(op: Op, token: ir.Value, d2t: np.ndarray | None) -> ir.Value:

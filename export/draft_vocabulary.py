@@ -8,6 +8,7 @@ so spreading q over the target's vocabulary loses no mass that a target token co
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 import numpy as np
 import onnx_ir as ir
@@ -15,6 +16,13 @@ import onnx_ir as ir
 from runtime.errors import VocabularyMismatch
 
 from .control_flow import Op
+
+
+class QOver(Enum):
+    """Whose tokens a row of q counts: the draft's alone, or all of the target's."""
+
+    DRAFT = "draft"
+    TARGET = "target"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +43,10 @@ class DraftVocabulary:
         ids = np.arange(self.size, dtype=np.int64)
         return ids if self.d2t is None else ids + np.asarray(self.d2t, dtype=np.int64)
 
+    def q_size(self, q_over: QOver) -> int:
+        """Entries of a row of q."""
+        return self.size if q_over is QOver.DRAFT else self.target_size
+
     def q_at(
         self,
         op: Op,
@@ -53,6 +65,8 @@ class DraftVocabulary:
         row: ir.Value,  # [batch, draft_vocab] f32
     ) -> ir.Value:  # [batch, vocab] f32
         """One row of q spread over the target's vocabulary."""
+        if self.d2t is None and self.size == self.target_size:
+            return row
         if self.d2t is None:
             # A negative pad trims the ids that only the draft has.
             return op.Pad(row, [0, 0, 0, self.target_size - self.size], 0.0)

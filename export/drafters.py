@@ -6,21 +6,24 @@ A new kind is a case here, and in runtime/drafters.py, which loads it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from runtime.errors import BuildError
 
 from .checkpoint import Checkpoint
 from .draft_plan import DraftPlan
+from .draft_vocabulary import QOver
 from .drafter_kind import DrafterKind, read_kind
 from .eagle_draft import EagleDraftPlan
 from .layer_skip_draft import LayerSkipPlan
 from .medusa_draft import MedusaDraftPlan
 from .model_draft import ModelDraftPlan
 from .ngram_draft import NgramDraftPlan
+from .ngram_plus import NgramPlusPlan
 from .precision import Precision, precision
 
 NGRAM = "ngram"  # a directory of that name is ./ngram
+PLUS = f"{NGRAM}+"
 LAYER_SKIP = "layer-skip"
 
 
@@ -35,6 +38,7 @@ class DraftRequest:
     skip_layers: str | None
     search_seconds: float | None
     max_draft_tokens: int
+    q_over: QOver = QOver.DRAFT
 
 
 def open_drafter(
@@ -48,6 +52,8 @@ def open_drafter(
     layers = {"--skip-layers": request.skip_layers, "--search-seconds": request.search_seconds}
     if request.source != LAYER_SKIP:
         _refuse(layers, f"--draft {LAYER_SKIP}, which alone leaves layers out")
+    if request.source is not None and request.source.startswith(PLUS):
+        return _open_plus(request, target, context=context, target_precision=target_precision)
     if request.source == NGRAM:
         _refuse({"--draft-precision": request.precision}, "a draft model: a lookup has no weights")
         return NgramDraftPlan.of(
@@ -68,24 +74,52 @@ def open_drafter(
             search_seconds=request.search_seconds,
             max_draft_tokens=request.max_draft_tokens,
         )
+    return _open_weights(request, target, context=context, target_precision=target_precision)
+
+
+def _open_weights(
+    request: DraftRequest, target: Checkpoint, *, context: int, target_precision: Precision
+) -> DraftPlan:
+    """A drafter with weights of its own; what it is, its files say."""
+    source = request.source or ""
     chosen = precision(request.precision or target_precision.name, "--draft-precision")
-    match read_kind(request.source):
+    match read_kind(source):
         case DrafterKind.EAGLE:
             return EagleDraftPlan.open(
-                request.source, target, target_context=context, precision=chosen
+                source, target, target_context=context, precision=chosen, q_over=request.q_over
             )
         case DrafterKind.MEDUSA:
             return MedusaDraftPlan.open(
-                request.source,
+                source,
                 target,
                 target_context=context,
                 precision=chosen,
                 max_draft_tokens=request.max_draft_tokens,
+                q_over=request.q_over,
             )
         case DrafterKind.MODEL:
             return ModelDraftPlan.open(
-                request.source, target, target_context=context, precision=chosen
+                source, target, target_context=context, precision=chosen, q_over=request.q_over
             )
+
+
+def _open_plus(
+    request: DraftRequest, target: Checkpoint, *, context: int, target_precision: Precision
+) -> DraftPlan:
+    rest = (request.source or "").removeprefix(PLUS)
+    lookup = NgramDraftPlan.of(
+        min_ngram=request.min_ngram, max_ngram=request.max_ngram, context=context
+    )
+    behind = replace(request, source=rest, min_ngram=None, max_ngram=None, q_over=QOver.TARGET)
+    other = None
+    if rest not in ("", "none", NGRAM) and not rest.startswith(PLUS):
+        other = open_drafter(behind, target, context=context, target_precision=target_precision)
+    if other is None:
+        raise BuildError(
+            f"--draft {request.source}: received no draft model behind the lookup. Expected "
+            f"{PLUS}PATH, a draft's directory or hub id; --draft {NGRAM} looks up alone."
+        )
+    return NgramPlusPlan(lookup=lookup, other=other)
 
 
 def _refuse(options: Mapping[str, object], expected: str) -> None:

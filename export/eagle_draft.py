@@ -12,7 +12,8 @@ from runtime.manifest import EagleDraft, Gate, ModelCard
 
 from .checkpoint import Checkpoint
 from .draft_plan import WrittenDraft
-from .eagle_gates import head_parity
+from .draft_vocabulary import DraftVocabulary, QOver
+from .eagle_gates import QShape, head_parity
 from .eagle_graph import write_fuse, write_head
 from .eagle_head import EagleHead, open_eagle
 from .gate_graph import GateGraph
@@ -32,10 +33,17 @@ class EagleDraftPlan:
     precision: Precision
     target_context: int
     context: int
+    q_over: QOver
 
     @classmethod
     def open(
-        cls, source: str, target: Checkpoint, *, target_context: int, precision: Precision
+        cls,
+        source: str,
+        target: Checkpoint,
+        *,
+        target_context: int,
+        precision: Precision,
+        q_over: QOver = QOver.DRAFT,
     ) -> Self:
         """Raises CheckpointError where it doesn't fit the target, BuildError for its context."""
         head = open_eagle(source, target)
@@ -45,6 +53,7 @@ class EagleDraftPlan:
             precision=precision,
             target_context=target_context,
             context=draft_context(target_context, head.config, head.name),
+            q_over=q_over,
         )
 
     @property
@@ -67,16 +76,20 @@ class EagleDraftPlan:
             self.context,
             store,
             target_vocab=target_vocab,
+            q_over=self.q_over,
             share=self._shared,
         )
         rounded = graph.rounded
         if self.head.version == 3:
             rounded |= write_fuse(self.head, self.precision, store)
+        vocabulary = DraftVocabulary(
+            target_size=target_vocab, size=graph.vocab_size, d2t=self.head.d2t
+        )
         return WrittenDraft(
             card=self._card(graph),
-            vocab_size=graph.vocab_size,
-            d2t=self.head.d2t,
-            gates=lambda tokens: [self._parity(graph, rounded, onnx, tokens)],
+            vocab_size=vocabulary.q_size(self.q_over),
+            d2t=self.head.d2t if self.q_over is QOver.DRAFT else None,
+            gates=lambda tokens: [self._parity(graph, vocabulary, rounded, onnx, tokens)],
         )
 
     def _shared(self, name: str) -> str | None:
@@ -109,14 +122,23 @@ class EagleDraftPlan:
         )
 
     def _parity(
-        self, graph: WrittenGraph, rounded: frozenset[str], onnx: Path, tokens: Sequence[int]
+        self,
+        graph: WrittenGraph,
+        vocabulary: DraftVocabulary,
+        rounded: frozenset[str],
+        onnx: Path,
+        tokens: Sequence[int],
     ) -> Gate:
         tokens = tokens[: self.context]
         cache = cache_spec(self.target.config, self.target_context)
         target = GateGraph(onnx / "target.onnx", cache, self.target.config.vocab_size)
         target.rows(tokens)
+        shape = QShape(
+            size=vocabulary.q_size(self.q_over),
+            columns=None if self.q_over is QOver.DRAFT else vocabulary.target_ids(),
+        )
         return head_parity(
-            self.head, graph, self.precision, rounded, onnx, list(tokens), target.features
+            self.head, graph, self.precision, rounded, onnx, list(tokens), target.features, shape
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,14 @@ Array = NDArray[Any]
 OWN_STEPS = 4  # behind the rows that start from the target's states
 
 
+@dataclass(frozen=True, kw_only=True)
+class QShape:
+    """Where the head's tokens are in a row of q; None: as they come."""
+
+    size: int
+    columns: Array | None
+
+
 def head_parity(
     head: EagleHead,
     written: WrittenGraph,
@@ -37,6 +46,7 @@ def head_parity(
     onnx: Path,
     tokens: list[int],
     features: Array,  # [len(tokens), feature_width] of the target at these tokens
+    shape: QShape,
 ) -> Gate:
     """The graphs in f32 arithmetic against the eager head with the same rounded weights.
 
@@ -49,7 +59,7 @@ def head_parity(
             f"the eager head needs {needed / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free"
         )
         return Gate(name="draft parity", status="skipped", reason=reason)
-    graph = _graph_rows(head, written, onnx, tokens, features)
+    graph = _graph_rows(head, written, onnx, tokens, features, shape)
     eager = _eager_rows(head, precision, rounded, tokens, features)
     width = graph.shape[1]  # the target's ids alone are drawn
     error = gates.relative_error(*(_laws(rows, width) for rows in (graph, eager)))
@@ -115,7 +125,12 @@ def _true_pairs(tokens: Sequence[int]) -> int:
 
 
 def _graph_rows(
-    head: EagleHead, written: WrittenGraph, onnx: Path, tokens: Sequence[int], features: Array
+    head: EagleHead,
+    written: WrittenGraph,
+    onnx: Path,
+    tokens: Sequence[int],
+    features: Array,
+    shape: QShape,
 ) -> Array:
     """The same rows of the written graphs; the true pairs are read in two calls."""
     pairs = _true_pairs(tokens)
@@ -123,13 +138,14 @@ def _graph_rows(
     if head.version == 3:
         states = _fused(onnx / "fuse.onnx", states, head.config.hidden_size)
     with gates.exact_arithmetic(onnx / "draft.onnx") as variant:
-        graph = _HeadGraph(variant, written, head.config.hidden_size)
+        graph = _HeadGraph(variant, written, head.config.hidden_size, shape.size)
         half = pairs // 2
         graph.step(tokens[1 : 1 + half], states[:, :half])
         rows = [graph.step(tokens[1 + half : 1 + pairs], states[:, half:])]
         for i in range(OWN_STEPS):
             rows.append(graph.step([tokens[1 + pairs + i]], graph.state))
-    return np.log(np.stack(rows) + np.float32(1e-30))
+    q = np.stack(rows) if shape.columns is None else np.stack(rows)[:, shape.columns]
+    return np.log(q + np.float32(1e-30))
 
 
 def _fused(path: Path, features: Array, width: int) -> Array:
@@ -143,14 +159,14 @@ def _fused(path: Path, features: Array, width: int) -> Array:
 class _HeadGraph:
     """The head's graph, asked for q at temperature 1: its own law, no transform."""
 
-    def __init__(self, path: Path, written: WrittenGraph, width: int) -> None:
+    def __init__(self, path: Path, written: WrittenGraph, width: int, q_size: int) -> None:
         self._executor = Executor.load(path, eagle_graph(written.cache), EngineOptions(spin=False))
         self._sampling = SamplingInputs(self._executor.axes["vocab"], rows=1)
         self._sampling.begin(SamplingParams(temperature=1.0), ())
         self._past = cache_buffers(written.cache.past(), written.cache.shape(1))
         pairs = zip(written.cache.past(), written.cache.present(), strict=True)
         self._present = {after.name: self._past[before.name] for before, after in pairs}
-        self._vocab, self._length = written.vocab_size, 0
+        self._vocab, self._length = q_size, 0
         self._token = np.zeros((1, 1), np.int64)
         self.state = np.zeros((1, 1, width), np.float32)
 

@@ -10,6 +10,7 @@ from engines.external_data import WeightStore, save
 from engines.onnxruntime.lowering import lower
 
 from .draft_tail import append_draft_sampling
+from .draft_vocabulary import QOver
 from .eagle_head import EagleHead
 from .eagle_trace import trace_fuse, trace_head
 from .graphs import WrittenGraph
@@ -27,13 +28,14 @@ def write_head(
     store: WeightStore,
     *,
     target_vocab: int,
+    q_over: QOver = QOver.DRAFT,
     share: Share = lambda _: None,
 ) -> WrittenGraph:
     """share: keys in the store of weights that are the target's."""
     model = simplify(trace_head(head, max_context))
     bind_weights(model, head.load)
     lower(model, precision.quantizer())
-    append_draft_sampling(model, head.d2t, vocab_size=target_vocab)
+    append_draft_sampling(model, head.d2t, vocab_size=target_vocab, q_over=q_over)
     rounded = rounded_names(model)
     save(model, "draft", store, share=share)
     return WrittenGraph(

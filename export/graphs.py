@@ -21,6 +21,7 @@ from .accept_graph import accept_model
 from .checkpoint import Checkpoint
 from .draft import Draft
 from .draft_tail import append_draft_sampling
+from .draft_vocabulary import QOver
 from .names import match_names
 from .portable import bind_weights, fix_num_logits, make_portable, weight_shapes
 from .precision import Precision
@@ -66,7 +67,13 @@ def write_target(
 
 
 def write_draft(
-    draft: Draft, precision: Precision, max_context: int, store: WeightStore, *, target_vocab: int
+    draft: Draft,
+    precision: Precision,
+    max_context: int,
+    store: WeightStore,
+    *,
+    target_vocab: int,
+    q_over: QOver = QOver.DRAFT,
 ) -> WrittenGraph:
     """The same for `draft.onnx`, with sampling inside; a shared embedding isn't written again."""
     checkpoint = draft.checkpoint
@@ -74,7 +81,7 @@ def write_draft(
     model = _bound(checkpoint, max_context, head_rows=head_rows)
     fix_num_logits(model, 1)
     lower(model, precision.quantizer())
-    append_draft_sampling(model, draft.d2t, vocab_size=target_vocab)
+    append_draft_sampling(model, draft.d2t, vocab_size=target_vocab, q_over=q_over)
     rounded = rounded_weights(model, checkpoint)
     home = draft.borrowed_embedding
     save(model, "draft", store, share=_embedding_keys(checkpoint, home, precision))

@@ -23,6 +23,7 @@ from . import gates
 from .checkpoint import Checkpoint
 from .draft_plan import WrittenDraft
 from .draft_tail import tail_model
+from .draft_vocabulary import DraftVocabulary, QOver
 from .eagle_graph import rounded_names
 from .gate_graph import GateGraph
 from .medusa_heads import MedusaHeads, open_medusa
@@ -46,6 +47,7 @@ class MedusaDraftPlan:
     precision: Precision
     context: int  # the target's
     count: int
+    q_over: QOver
 
     @classmethod
     def open(
@@ -56,6 +58,7 @@ class MedusaDraftPlan:
         target_context: int,
         precision: Precision,
         max_draft_tokens: int,
+        q_over: QOver = QOver.DRAFT,
     ) -> Self:
         """Raises CheckpointError where they don't fit the target."""
         heads = open_medusa(source, target)
@@ -66,7 +69,12 @@ class MedusaDraftPlan:
             )
         count = min(heads.num_heads, max(1, max_draft_tokens))
         return cls(
-            heads=heads, target=target, precision=precision, context=target_context, count=count
+            heads=heads,
+            target=target,
+            precision=precision,
+            context=target_context,
+            count=count,
+            q_over=q_over,
         )
 
     @property
@@ -89,11 +97,13 @@ class MedusaDraftPlan:
         rounded = rounded_names(model)
         save(model, "heads", store, share=self._shared)
         size, d2t = self.heads.vocab_size, self._ascending()
-        save(tail_model(size, d2t, vocab_size=target_vocab), "tail", store)
+        tail = tail_model(size, d2t, vocab_size=target_vocab, q_over=self.q_over)
+        save(tail, "tail", store)
+        vocabulary = DraftVocabulary(target_size=target_vocab, size=size, d2t=d2t)
         return WrittenDraft(
             card=self._card(),
-            vocab_size=size,
-            d2t=d2t,
+            vocab_size=vocabulary.q_size(self.q_over),
+            d2t=d2t if self.q_over is QOver.DRAFT else None,
             gates=lambda tokens: [self._parity(onnx, rounded, tokens)],
         )
 

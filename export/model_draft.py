@@ -16,6 +16,7 @@ from . import gates
 from .checkpoint import Checkpoint
 from .draft import Draft, open_draft
 from .draft_plan import WrittenDraft
+from .draft_vocabulary import DraftVocabulary, QOver
 from .features import refuse_unproven, refuse_unsupported
 from .gate_graph import DraftGateGraph
 from .graphs import WrittenGraph, write_draft
@@ -31,10 +32,17 @@ class ModelDraftPlan:
     draft: Draft
     precision: Precision
     context: int
+    q_over: QOver
 
     @classmethod
     def open(
-        cls, source: str, target: Checkpoint, *, target_context: int, precision: Precision
+        cls,
+        source: str,
+        target: Checkpoint,
+        *,
+        target_context: int,
+        precision: Precision,
+        q_over: QOver = QOver.DRAFT,
     ) -> Self:
         """Raises CheckpointError where it doesn't fit the target, BuildError for its context."""
         draft = open_draft(source, target)
@@ -42,7 +50,7 @@ class ModelDraftPlan:
         context = draft_context(target_context, checkpoint.config, checkpoint.name)
         refuse_unsupported(checkpoint.config, context)
         refuse_unproven(checkpoint.config, checkpoint.eager_bytes(), gates.available_bytes())
-        return cls(draft=draft, precision=precision, context=context)
+        return cls(draft=draft, precision=precision, context=context, q_over=q_over)
 
     @property
     def name(self) -> str:
@@ -58,23 +66,46 @@ class ModelDraftPlan:
 
     def write(self, onnx: Path, store: WeightStore, *, target_vocab: int) -> WrittenDraft:
         graph = write_draft(
-            self.draft, self.precision, self.context, store, target_vocab=target_vocab
+            self.draft,
+            self.precision,
+            self.context,
+            store,
+            target_vocab=target_vocab,
+            q_over=self.q_over,
+        )
+        over_draft = self.q_over is QOver.DRAFT
+        vocabulary = DraftVocabulary(
+            target_size=target_vocab, size=graph.vocab_size, d2t=self.draft.d2t
         )
         return WrittenDraft(
             card=ModelDraft(card=self._card(graph)),
-            vocab_size=graph.vocab_size,
-            d2t=self.draft.d2t,
-            gates=lambda tokens: [self._parity(graph, onnx / "draft.onnx", tokens)],
+            vocab_size=vocabulary.q_size(self.q_over),
+            d2t=self.draft.d2t if over_draft else None,
+            gates=lambda tokens: [self._parity(graph, vocabulary, onnx / "draft.onnx", tokens)],
         )
 
     def _card(self, graph: WrittenGraph) -> ModelCard:
         return model_card(self.draft.checkpoint, graph, self.precision)
 
-    def _parity(self, written: WrittenGraph, path: Path, tokens: Sequence[int]) -> Gate:
+    def _columns(self, vocabulary: DraftVocabulary) -> np.ndarray | slice:
+        """Where the draft's tokens are in a row of q, but for what only a padded draft has."""
+        if self.q_over is QOver.DRAFT:
+            return slice(None)
+        ids = vocabulary.target_ids()
+        return ids[ids < vocabulary.target_size]
+
+    def _parity(
+        self,
+        written: WrittenGraph,
+        vocabulary: DraftVocabulary,
+        path: Path,
+        tokens: Sequence[int],
+    ) -> Gate:
         tokens = tokens[: self.context]
+        size, columns = vocabulary.q_size(self.q_over), self._columns(vocabulary)
 
         def run(graph: Path) -> Callable[[], np.ndarray]:
-            return lambda: DraftGateGraph(graph, written.cache, written.vocab_size).probs(tokens)
+            return lambda: DraftGateGraph(graph, written.cache, size).probs(tokens)[:, columns]
 
         with gates.exact_arithmetic(path) as variant:
             return gates.parity(

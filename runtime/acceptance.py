@@ -20,15 +20,11 @@ MOST_SUPPORT = 16  # tokens; more are no better evidence
 class Acceptance(Protocol):
     """Learns within one request and knows nothing of others."""
 
-    @property
-    def needs_drafts(self) -> bool:
-        """Whether drafts alone teach it anything: a planner that drafts none must try one."""
-
     def reached(self, offer: Offer) -> list[float]:
         """For each k ≥ 1 up to the offer's: the chance that its first k drafts are accepted."""
 
     def observe(self, offer: Offer, outcome: Outcome) -> None:
-        """Learn from what a round made of an offer."""
+        """Learn from what a round made of an offer; one not taken has an undrafted outcome."""
 
 
 class _Counts:
@@ -57,8 +53,6 @@ class AcceptanceByPosition:
 
     A position is evaluated when all drafts before it were accepted, so its rate is conditional.
     """
-
-    needs_drafts = True
 
     def __init__(self, max_draft_tokens: int, prior: float = PRIOR_ACCEPTANCE) -> None:
         self._prior = prior
@@ -90,8 +84,6 @@ class AcceptanceBySupport:
     accepted with, q being one-hot.
     """
 
-    needs_drafts = False
-
     def __init__(self) -> None:
         self._counts = _Counts(MOST_SUPPORT + 1)
 
@@ -110,6 +102,23 @@ class AcceptanceBySupport:
     def _rate(self, support: int) -> float:
         support = min(support, MOST_SUPPORT)
         return self._counts.rate(support, prior_of_support(support), PRIOR_WEIGHT)
+
+
+class AcceptanceOfEither:
+    """Of a drafter that looks up or drafts: each way learns apart, from its own offers."""
+
+    def __init__(self, *, known: Acceptance, drafted: Acceptance) -> None:
+        self._known = known
+        self._drafted = drafted
+
+    def observe(self, offer: Offer, outcome: Outcome) -> None:
+        self._of(offer).observe(offer, outcome)
+
+    def reached(self, offer: Offer) -> list[float]:
+        return self._of(offer).reached(offer)
+
+    def _of(self, offer: Offer) -> Acceptance:
+        return self._known if offer.known else self._drafted
 
 
 def prior_of_support(support: int) -> float:

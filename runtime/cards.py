@@ -168,8 +168,39 @@ class MedusaDraft:
             raise unfit("draft.num_heads", self.num_heads, "at least 1")
 
 
+@dataclass(frozen=True, kw_only=True)
+class NgramPlusDraft:
+    """Lookup where it finds something, `other` elsewhere; q is over the target's vocabulary."""
+
+    kind: Literal["ngram+"] = "ngram+"
+    ngram: NgramDraft
+    other: ModelDraft | EagleDraft | MedusaDraft
+
+    vocab_size: ClassVar[int | None] = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.ngram.name}, else {self.other.name}"
+
+    @property
+    def precision(self) -> str:
+        return self.other.precision
+
+    @property
+    def graphs(self) -> tuple[str, ...]:
+        return self.other.graphs
+
+    @property
+    def model(self) -> ModelCard | None:
+        return self.other.model
+
+    @property
+    def feature_width(self) -> int:
+        return self.other.feature_width
+
+
 #: told apart by `kind`; `drafters.py` loads each
-DraftCard = ModelDraft | NgramDraft | LayerSkipDraft | EagleDraft | MedusaDraft
+DraftCard = ModelDraft | NgramDraft | LayerSkipDraft | EagleDraft | MedusaDraft | NgramPlusDraft
 
 
 def unfit(where: str, raw: Any, expected: str) -> BundleError:

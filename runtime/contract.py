@@ -83,8 +83,8 @@ DRAFT_STEP_PROBS = _spec("draft_step_probs", "float32", "batch", 1, "draft_vocab
 STATES = _spec("states", "float32", "batch", "query_len", "state_width")
 NEXT_STATE = _spec("next_state", "float32", "batch", 1, "state_width")
 # Of the last row, from every head.
-HEAD_LOGITS = _spec("head_logits", "float32", "batch", "num_heads", "draft_vocab")
-TAIL_LOGITS = _spec("logits", "float32", "batch", 1, "draft_vocab")
+HEAD_LOGITS = _spec("head_logits", "float32", "batch", "num_heads", "head_vocab")
+TAIL_LOGITS = _spec("logits", "float32", "batch", 1, "head_vocab")
 # The same, stacked over the k steps of a round, as accept reads them.
 DRAFT_TOKENS = _spec("draft_tokens", "int64", "batch", "k")
 DRAFT_PROBS = _spec("draft_probs", "float32", "batch", "k", "draft_vocab")

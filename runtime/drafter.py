@@ -7,7 +7,7 @@ Invariant: after `rollback(n)` nothing that the drafter holds stems from a token
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,6 +22,10 @@ class Proposal:
 
     num_drafted: int
     seconds: float  # that it took
+
+
+#: `Drafter.propose`, or that of one of the ways that a drafter has
+Propose = Callable[[Sequence[int], int, Constraint], Proposal]
 
 
 class Drafter(Protocol):

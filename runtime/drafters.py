@@ -26,10 +26,19 @@ from .errors import EngineError
 from .executor import Executor
 from .features import FeatureStore
 from .layer_skip import LayerSkip
-from .manifest import DraftCard, EagleDraft, LayerSkipDraft, MedusaDraft, ModelDraft, NgramDraft
+from .manifest import (
+    DraftCard,
+    EagleDraft,
+    LayerSkipDraft,
+    MedusaDraft,
+    ModelDraft,
+    NgramDraft,
+    NgramPlusDraft,
+)
 from .medusa_drafter import MedusaDrafter
 from .ngram_drafter import NgramDrafter
 from .ngram_index import NgramIndex
+from .ngram_plus import NgramPlus
 from .target import TargetStep
 
 
@@ -56,6 +65,10 @@ def load_drafter(
         case MedusaDraft():
             heads, tail = open_graph("heads", heads_graph()), open_graph("tail", tail_graph())
             return MedusaDrafter(heads, tail, _features(target), buffers, card.num_heads)
+        case NgramPlusDraft():
+            lookup = load_drafter(card.ngram, open_graph, buffers, target)
+            other = load_drafter(card.other, open_graph, buffers, target)
+            return NgramPlus(lookup, other, buffers)
         case _:
             assert_never(card)
 

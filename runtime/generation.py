@@ -102,9 +102,10 @@ class Generation:
 
     def _round(self) -> Outcome:
         offer = self._offer()
-        k = self._planner.choose(offer, self._remaining())
-        outcome = self._rounds.run(self.sequence.tokens, k, self._uniforms)
-        self._planner.observe(offer, outcome)
+        choice = self._planner.choose(offer, self._remaining())
+        propose = choice.offer.propose
+        outcome = self._rounds.run(self.sequence.tokens, choice.k, self._uniforms, propose)
+        self._planner.observe(choice, outcome)
         return outcome
 
     def _constrain(self) -> str:

@@ -34,9 +34,11 @@ class LatencyProfile:
 
     def round_s(self, k: int) -> float:
         """A round with k drafts whose first step reads one token; k = 0 is plain decoding."""
-        return (
-            _at(self.verify_s, k + 1) + _at(self.accept_s, k) + self.overhead_s + k * self.draft_s
-        )
+        return self.known_round_s(k) + k * self.draft_s
+
+    def known_round_s(self, k: int) -> float:
+        """A round with k drafts that were known beforehand."""
+        return _at(self.verify_s, k + 1) + _at(self.accept_s, k) + self.overhead_s
 
     def read_s(self, unread: int) -> float:
         """What reading `unread` tokens costs a draft beyond reading one; over two are one call."""

@@ -20,6 +20,7 @@ from .cards import MedusaDraft as MedusaDraft
 from .cards import ModelCard as ModelCard
 from .cards import ModelDraft as ModelDraft
 from .cards import NgramDraft as NgramDraft
+from .cards import NgramPlusDraft as NgramPlusDraft
 from .cards import unfit
 from .errors import BundleError
 

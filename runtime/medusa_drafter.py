@@ -43,7 +43,7 @@ class MedusaDrafter:
         self._buffers = buffers
         self._num_heads = num_heads
         self._state: Array = np.zeros((1, 1, features.width), np.float32)
-        logits: Array = np.zeros((1, num_heads, buffers.draft_probs.shape[2]), np.float32)
+        logits: Array = np.zeros((1, num_heads, heads.axes["head_vocab"]), np.float32)
         self._heads = heads.bind({"features": self._state}, {"head_logits": logits})
         steps = range(min(num_heads, buffers.max_draft_tokens))
         self._tails = [bind_tail(tail, logits[:, i : i + 1], buffers, i) for i in steps]

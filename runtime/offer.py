@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .drafter import Propose
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +23,18 @@ class Offer:
     unread: int = 1  # tokens that a model reads before drafting, the last committed one included
     tokens: Sequence[int] = ()
     support: Sequence[int] = ()
+    propose: Propose | None = None  # makes it good; None: the drafter's own `propose`
+    instead: tuple[Offer, ...] = ()  # what the drafter could do in the same place as well
+
+    @property
+    def known(self) -> bool:
+        """Whether the drafts stand already: proposing them costs nothing."""
+        return bool(self.tokens)
+
+    @property
+    def all(self) -> tuple[Offer, ...]:
+        """This one, which is taken where nobody weighs them, and what may be had instead."""
+        return (self, *self.instead)
 
 
 NO_OFFER = Offer(num_tokens=0)

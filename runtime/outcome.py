@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,3 +14,7 @@ class Outcome:
     draft_s: float
     verify_s: float
     accept_s: float
+
+    def undrafted(self) -> Outcome:
+        """The same tokens as a plain round's: all that it shows of drafts that weren't made."""
+        return replace(self, num_drafted=0, num_accepted=0)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from .accept import AcceptStep
 from .buffers import RoundBuffers
 from .constraint import Constraint
-from .drafter import Drafter, Proposal
+from .drafter import Drafter, Proposal, Propose
 from .matcher import Matcher
 from .outcome import Outcome
 from .sampling import SamplingParams
@@ -60,16 +60,18 @@ class Rounds:
             min_tokens=params.min_tokens,
         )
 
-    def run(self, tokens: list[int], k: int, uniforms: NDArray[Any]) -> Outcome:
+    def run(
+        self, tokens: list[int], k: int, uniforms: NDArray[Any], propose: Propose | None = None
+    ) -> Outcome:
         """One round behind the committed `tokens`; the caches follow, `tokens` are the caller's.
 
-        A drafter may come up with fewer than k tokens.
+        A drafter may come up with fewer than k tokens. propose: of the offer that was chosen.
         """
         self.buffers.set_last(tokens)
         self.buffers.set_uniforms(uniforms, len(tokens), k)
         proposal = NOTHING
         if self.drafter and k:
-            proposal = self.drafter.propose(tokens, k, self.constraint)
+            proposal = (propose or self.drafter.propose)(tokens, k, self.constraint)
         self.constraint.open_row(proposal.num_drafted)
         verify_s = self.target.verify(proposal.num_drafted + 1)
         return self._accepted(proposal.num_drafted, proposal.seconds, verify_s)

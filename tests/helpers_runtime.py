@@ -33,6 +33,7 @@ from runtime.manifest import (
     ModelCard,
     ModelDraft,
     NgramDraft,
+    NgramPlusDraft,
 )
 from runtime.reference import accept, draft_sample
 from runtime.sampling import SamplingParams
@@ -202,8 +203,9 @@ def write_bundle(
     eos: tuple[int, ...] = (EOS,),
     latency: dict[str, Any] | None = None,
     d2t: NDArray[Any] | None = None,
+    lookup: NgramDraft | None = None,
 ) -> Path:
-    """A whole bundle on disk, as Decoder.load reads one."""
+    """A whole bundle on disk, as Decoder.load reads one; `lookup`: before a draft model."""
     vocab = table.shape[1]
     (path / "onnx").mkdir(parents=True)
     save_target(path / "onnx" / "target.onnx", table, context)
@@ -224,6 +226,9 @@ def write_bundle(
         max_draft_tokens=max_draft_tokens if draft is not None else 0,
     )
     manifest = _manifest(path, vocab, draft, limits, eos)
+    if lookup is not None:
+        assert isinstance(manifest.draft, ModelDraft)
+        manifest = replace(manifest, draft=NgramPlusDraft(ngram=lookup, other=manifest.draft))
     (path / "manifest.json").write_text(manifest.to_json())
     if latency:
         (path / "reports").mkdir()

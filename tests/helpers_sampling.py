@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from export.accept_graph import accept_model
 from export.draft_tail import append_draft_sampling
+from export.draft_vocabulary import QOver
 from runtime import reference
 from runtime.reference import History
 from runtime.sampling import SamplingParams
@@ -93,7 +94,11 @@ def accept_session(
 
 @functools.cache
 def tail_session(
-    draft_vocab: int, vocab: int | None = None, *, mapped: bool = True
+    draft_vocab: int,
+    vocab: int | None = None,
+    *,
+    mapped: bool = True,
+    q_over: QOver = QOver.DRAFT,
 ) -> ort.InferenceSession:
     """A draft step whose body is its input `body` [batch, 1, draft_vocab].
 
@@ -106,7 +111,7 @@ def tail_session(
     graph = ir.Graph([given], [logits], nodes=[node], opset_imports={"": 24}, name="draft")
     model = ir.Model(graph, ir_version=10)
     d2t = trimmed(vocab, draft_vocab) if mapped and vocab is not None else None
-    append_draft_sampling(model, d2t, vocab_size=vocab)
+    append_draft_sampling(model, d2t, vocab_size=vocab, q_over=q_over)
     return session(model)
 
 

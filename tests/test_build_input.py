@@ -194,6 +194,11 @@ def test_options_beyond_what_can_be_built(
         (["--draft", "ngram", "-k", "65"], f"-k: received 65. Expected 1 to {POSITIONS // 2}"),
         (["--draft", "none", "--min-ngram", "2"], "--min-ngram 2: received it without its drafter"),
         (["--max-ngram", "2"], "Expected --draft ngram, which alone has such bounds"),
+        (["--draft", "ngram+x", "--min-ngram", "0"], "--min-ngram 0 --max-ngram 4: received"),
+        (["--draft", "ngram+"], "--draft ngram+: received no draft model behind the lookup"),
+        (["--draft", "ngram+ngram"], "--draft ngram+ngram: received no draft model"),
+        (["--draft", "ngram+none"], "--draft ngram+none: received no draft model"),
+        (["--draft", "ngram+ngram+x"], "Expected ngram+PATH, a draft's directory or hub id"),
     ],
 )
 def test_bounds_of_a_lookup(

@@ -34,6 +34,7 @@ from transformers import (
 )
 
 from export.draft_tail import append_draft_sampling
+from export.draft_vocabulary import QOver
 from runtime import reference
 from runtime.contract import DRAFT_SAMPLING, DRAFT_STEP_PROBS, DRAFT_TOKEN
 from runtime.errors import BuildError, VocabularyMismatch
@@ -227,6 +228,27 @@ def _hugging_face(params: SamplingParams) -> LogitsProcessorList:
     if params.min_p:
         warpers.append(MinPLogitsWarper(params.min_p))
     return warpers
+
+
+@pytest.mark.parametrize(("draft_vocab", "vocab", "mapped"), VOCABULARIES)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_q_over_the_target_is_the_same_q(
+    draft_vocab: int, vocab: int, mapped: bool, temperature: float
+) -> None:
+    """The same token, its probability where the target has it, nothing elsewhere."""
+    rng = np.random.default_rng(draft_vocab)
+    rows = [SamplingParams(temperature=temperature)] * 3
+    feed = columns(rows) | neutral(rows, vocab, 1, drafted=0)
+    feed["body"] = rng.standard_normal((3, 1, draft_vocab)).astype(np.float32)
+    feed["draft_uniforms"] = rng.random(3).astype(np.float32)
+    token, q = tail_session(draft_vocab, vocab, mapped=mapped).run(None, feed)
+    session = tail_session(draft_vocab, vocab, mapped=mapped, q_over=QOver.TARGET)
+    over_token, over_target = session.run(None, feed)
+    ids = np.arange(draft_vocab) + (trimmed(vocab, draft_vocab) if mapped else 0)
+    expected = np.zeros((3, 1, max(vocab, draft_vocab)), np.float32)
+    expected[..., ids] = q
+    np.testing.assert_array_equal(over_token, token)
+    np.testing.assert_array_equal(over_target, expected[..., :vocab], strict=True)
 
 
 def test_other_inputs_and_outputs_of_the_body_stay() -> None:

@@ -31,7 +31,14 @@ from runtime.drafter import Drafter
 from runtime.engine import load_rounds
 from runtime.executor import EngineOptions
 from runtime.grammar import Grammar
-from runtime.manifest import DraftCard, EagleDraft, MedusaDraft, ModelDraft, NgramDraft
+from runtime.manifest import (
+    DraftCard,
+    EagleDraft,
+    MedusaDraft,
+    ModelDraft,
+    NgramDraft,
+    NgramPlusDraft,
+)
 from runtime.outcome import Outcome
 from runtime.round import Rounds
 from runtime.sequence import FinishReason
@@ -73,12 +80,19 @@ def _medusa(path: Path) -> Path:
     return write_medusa_bundle(path, TABLE, tables, context=CONTEXT, eos=())
 
 
+def _ngram_plus(path: Path) -> Path:
+    lookup = NgramDraft(min_ngram=1, max_ngram=3)
+    draft = near_table(TABLE, 0.6)
+    return write_bundle(path, TABLE, draft, context=CONTEXT, eos=(), lookup=lookup)
+
+
 #: the registry's kinds, each with a bundle of it
 BUNDLES: dict[type, Callable[[Path], Path]] = {
     ModelDraft: _model,
     NgramDraft: _ngram,
     EagleDraft: _eagle,
     MedusaDraft: _medusa,
+    NgramPlusDraft: _ngram_plus,
 }
 KINDS = typing.get_args(DraftCard)
 

@@ -22,6 +22,7 @@ from runtime.manifest import (
     ModelCard,
     ModelDraft,
     NgramDraft,
+    NgramPlusDraft,
 )
 
 TEXT = st.text(max_size=20)
@@ -43,6 +44,7 @@ CARDS = st.builds(
 NGRAMS = st.tuples(st.integers(1, MOST_NGRAM), st.integers(1, MOST_NGRAM)).map(
     lambda bounds: NgramDraft(min_ngram=min(bounds), max_ngram=max(bounds))
 )
+MODELS = st.builds(ModelDraft, card=CARDS)
 GATES = st.builds(
     Gate, name=TEXT, status=TEXT, reason=TEXT, figures=st.dictionaries(TEXT, FIGURE, max_size=3)
 )
@@ -52,7 +54,7 @@ MANIFESTS = st.builds(
     versions=st.dictionaries(TEXT, TEXT, max_size=3),
     backend=TEXT,
     target=CARDS,
-    draft=st.none() | st.builds(ModelDraft, card=CARDS) | NGRAMS,
+    draft=st.none() | MODELS | NGRAMS | st.builds(NgramPlusDraft, ngram=NGRAMS, other=MODELS),
     limits=st.builds(
         Limits,
         max_batch=COUNT,
@@ -173,7 +175,12 @@ def test_senseless_bounds_of_a_lookup_are_refused(least: int, most: int) -> None
 
 
 def test_the_width_of_q() -> None:
-    """A draft model's own vocabulary; a lookup proposes any of the target's tokens."""
+    """A draft model's own vocabulary; a lookup proposes any of the target's tokens, and so does a
+    lookup before a model.
+    """
     model = ModelDraft(card=replace(EXAMPLE.target, vocab_size=6))
     assert EXAMPLE.draft_vocab_size == 10
     assert replace(EXAMPLE, draft=model).draft_vocab_size == 6
+    both = NgramPlusDraft(ngram=NgramDraft(min_ngram=2, max_ngram=4), other=model)
+    assert replace(EXAMPLE, draft=both).draft_vocab_size == 10
+    assert replace(EXAMPLE, draft=both).draft_model == model.card

@@ -196,11 +196,12 @@ def cost_of(text: list[int], prompt: int, row: float) -> float:
     end, seconds = prompt, 0.0
     while end < len(text):
         offer = one.offer(text[:end], K)
-        k = planner.choose(offer, len(text) - end)
+        choice = planner.choose(offer, len(text) - end)
+        k = choice.k
         fits = [a == b for a, b in zip(offer.tokens[:k], text[end:], strict=False)]
         accepted = fits.index(False) if False in fits else len(fits)
         committed = text[end : end + accepted + 1]
-        planner.observe(offer, outcome(*committed, drafted=k, accepted=accepted))
+        planner.observe(choice, outcome(*committed, drafted=k, accepted=accepted))
         seconds += profile.round_s(k)
         end += len(committed)
     return seconds / (len(text) - prompt) / profile.round_s(0)

@@ -48,14 +48,15 @@ def simulate(
     done, unread, seconds, plan = 0, 60, 0.0, []
     while done < len(alphas):
         offer = Offer(num_tokens=K, unread=min(unread, window))
-        k = planner.choose(offer, len(alphas) - done)
+        choice = planner.choose(offer, len(alphas) - done)
+        k = choice.k
         if k:
             seconds += costs.read_s(min(unread, window))
         seconds += costs.round_s(k)
         accepted = 0
         while accepted < k and rng.random() < alphas[done]:
             accepted += 1
-        planner.observe(offer, outcome(k, accepted))
+        planner.observe(choice, outcome(k, accepted))
         plan.append(k)
         done += accepted + 1
         unread = unread + 1 if k == 0 else 1 + (accepted == k)
@@ -117,8 +118,8 @@ def test_the_same_history_gives_the_same_plan() -> None:
 def test_room_is_kept() -> None:
     planner = adaptive(profile(0.0, 0.01))
     rooms = [Offer(num_tokens=n) for n in (6, 3, 1, 0)]
-    assert [planner.choose(offer, None) for offer in rooms] == [6, 3, 1, 0]
-    assert [FixedDraftLength(4).choose(offer, None) for offer in rooms] == [4, 3, 1, 0]
+    assert [planner.choose(offer, None).k for offer in rooms] == [6, 3, 1, 0]
+    assert [FixedDraftLength(4).choose(offer, None).k for offer in rooms] == [4, 3, 1, 0]
 
 
 def test_the_estimate_is_conditional_per_position() -> None:

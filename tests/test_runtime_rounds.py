@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from runtime import Decoder, SamplingParams
 from runtime.draft_model import DraftModel
+from runtime.planner import Choice
 from runtime.sequence import FinishReason
 
 PROMPT = [5, 17, 101, 3]
@@ -135,7 +136,10 @@ def test_a_draft_left_behind_by_plain_rounds_catches_up(
 ) -> None:
     """The same draws as a draft that never fell behind."""
     plan = iter([0] * 20 + [3] * 10)
-    monkeypatch.setattr("runtime.planner.FixedDraftLength.choose", lambda *_: next(plan))
+    monkeypatch.setattr(
+        "runtime.planner.FixedDraftLength.choose",
+        lambda self, offer, remaining: Choice(offer=offer, k=next(plan)),
+    )
     drafted: list[int] = []
     decoder.on_round = lambda o: drafted.append(o.num_accepted) if o.num_drafted else None
     try:
@@ -263,7 +267,7 @@ def test_any_plan_of_draft_lengths_keeps_the_invariants(
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
                 "runtime.planner.FixedDraftLength.choose",
-                lambda self, offer, remaining: min(next(steps), offer.num_tokens),
+                lambda self, offer, _: Choice(offer=offer, k=min(next(steps), offer.num_tokens)),
             )
             for chunk in decoder.stream(prompt, params, num_draft_tokens=4):
                 tokens += chunk.token_ids

@@ -150,7 +150,7 @@ class DraftGraph:
     def __init__(self, bundle: Bundle, options: EngineOptions) -> None:
         card, vocab = bundle.manifest.draft_model, bundle.manifest.target.vocab_size
         assert card is not None  # sides without a draft are refused before
-        self._size = card.vocab_size
+        self._size = bundle.manifest.draft_vocab_size
         self._path = bundle.path
         ids = np.arange(self._size) if bundle.d2t is None else np.arange(self._size) + bundle.d2t
         self.ids: Array = ids[ids < vocab]

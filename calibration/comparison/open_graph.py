@@ -53,7 +53,8 @@ class Model:
         assert card is not None  # sides without a draft are refused before
         path, spec = bundle.model_path("draft"), draft_graph(card.cache)
         sizes = {"batch": 1, "vocab": bundle.manifest.target.vocab_size}
-        return cls(path=path, spec=spec, cache=card.cache, vocab=card.vocab_size, sizes=sizes)
+        size = bundle.manifest.draft_vocab_size
+        return cls(path=path, spec=spec, cache=card.cache, vocab=size, sizes=sizes)
 
 
 class OpenGraph:
