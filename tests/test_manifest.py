@@ -160,7 +160,7 @@ def test_senseless_limits_are_refused(limits: dict[str, int]) -> None:
         Manifest.from_json(json.dumps(raw))
 
 
-@pytest.mark.parametrize("kind", ["medusa", "", None, 3, ["ngram"], {"ngram": 1}])
+@pytest.mark.parametrize("kind", ["oracle", "", None, 3, ["ngram"], {"ngram": 1}])
 def test_an_unknown_kind_of_drafter_is_refused(kind: Any) -> None:
     raw = RAW | {"draft": RAW["draft"] | {"kind": kind}}
     with pytest.raises(BundleError, match=r"draft\.kind.*Expected one of model, ngram"):
