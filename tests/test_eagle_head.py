@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from collections.abc import Iterator
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -291,7 +294,7 @@ def test_taps_one_below_the_usual_are_warned_of(
         ({TAPS: [2, 2, 7]}, UnsupportedModel, "ascending"),
         ({TAPS: [2, 5, LAYERS]}, CheckpointError, "Expected 0 to 9"),
         ({TAPS: [-1, 5, 7]}, CheckpointError, "Expected 0 to 9"),
-        ({TAPS: "2,5,7"}, CheckpointError, "list of layer numbers"),
+        ({TAPS: "2,5,7"}, CheckpointError, "'2,5,7'. Expected list or null"),
         ({TAPS: [2, 5.0, 7]}, CheckpointError, "list of layer numbers"),
         ({"attention_bias": True}, CheckpointError, "4 missing: .*k_proj.bias"),
         ({"norm_before_fc": True}, CheckpointError, "1 missing: input_norm.weight"),
@@ -308,6 +311,33 @@ def test_configurations_that_do_not_fit(
     directory = write_head(tmp_path, published_config(**changes), eagle3_state())
     with pytest.raises(error, match=message):
         open_eagle(directory, target)
+
+
+def keys_of(config: dict[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for key, value in config.items():
+        yield (*above, key)
+        if isinstance(value, dict):
+            yield from keys_of(value, (*above, key))
+
+
+@pytest.mark.parametrize("layout", [published_config, speculators_config])
+@pytest.mark.parametrize("value", ["x", -1, 0, [None], {"x": 1}])
+def test_nonsense_is_refused_or_harmless(
+    target: Checkpoint, tmp_path: Path, layout: Any, value: Any
+) -> None:
+    """Whatever a key holds, no other error than the project's own comes out."""
+    spare = {"eagle_config": None, "layer_types": None, "bias": None, TAPS: None}
+    write_head(tmp_path, layout(), eagle3_state("layers.0."))
+    refused = 0
+    for *above, key in keys_of(layout() | spare):
+        config: dict[str, Any] = layout()
+        reduce(lambda part, name: part[name], above, config)[key] = value
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        try:
+            open_eagle(tmp_path, target)
+        except CheckpointError:
+            refused += 1
+    assert refused > 8
 
 
 def test_default_taps_need_seven_layers(shallow: Checkpoint, tmp_path: Path) -> None:
