@@ -227,6 +227,17 @@ def test_whole_vocabulary_needs_no_map(target: Checkpoint, tmp_path: Path) -> No
         assert (head.vocab_size, head.d2t) == (VOCAB, None)
 
 
+def test_maps_that_nobody_filled(target: Checkpoint, tmp_path: Path) -> None:
+    """A head over the whole vocabulary ignores them; one that says something must be right."""
+    config = published_config(draft_vocab_size=VOCAB)
+    state = eagle3_state(kept=np.arange(VOCAB))
+    state["t2d"] = torch.zeros(VOCAB, dtype=torch.bool)
+    assert open_eagle(write_head(tmp_path, config, state), target).d2t is None
+    state["d2t"][5] = 1
+    with pytest.raises(VocabularyMismatch, match="Expected ascending ids"):
+        open_eagle(write_head(tmp_path, config, state), target)
+
+
 def test_what_only_training_needs_is_left_out(target: Checkpoint, tmp_path: Path) -> None:
     spare = {"verifier_norm.weight": (HIDDEN,), "verifier_lm_head.weight": (len(KEPT), HIDDEN)}
     buffer = {"layers.0.self_attn.rotary_emb.inv_freq": (4,)}
