@@ -17,6 +17,8 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from runtime.errors import CheckpointError, UnsupportedModel
 
+from .config_value import config_value
+
 TAP_IDS = "eagle_aux_hidden_state_layer_ids"
 _TYPE = "speculators_model_type"
 # Model type of the layer → the configuration class that describes it. A Qwen2 layer is a Llama
@@ -54,25 +56,38 @@ def read_eagle_config(raw: Mapping[str, Any], tensors: Collection[str], name: st
     Raises UnsupportedModel for a head that isn't carried, CheckpointError for a broken config.
     """
     _check_type(raw, name)
-    nested = raw.get("transformer_layer_config") or raw
+    nested = config_value(raw, "transformer_layer_config", dict, name) or raw
     layer = _layer(nested, name)
-    verifier = (raw.get("speculators_config") or {}).get("verifier") or {}
+    made_for = _made_for(raw, name)
     return EagleConfig(
         name=name,
         version=3 if _TYPE in raw or _is_version_3(tensors) else 1,
         layer=layer,
         biased=_biased(nested),
-        fc_bias=raw.get("bias"),
-        target_hidden_size=raw.get("target_hidden_size") or layer.hidden_size,
-        draft_vocab_size=raw.get("draft_vocab_size"),
+        fc_bias=config_value(raw, "bias", bool, name),
+        target_hidden_size=config_value(raw, "target_hidden_size", int, name) or layer.hidden_size,
+        draft_vocab_size=config_value(raw, "draft_vocab_size", int, name),
         taps=_taps(raw, name),
-        norm_before_residual=bool(raw.get("norm_before_residual")),
-        norm_before_fc=bool(raw.get("norm_before_fc")),
-        fc_norms=bool(raw.get("fc_norm")),
-        norm_output=bool(raw.get("norm_output")),
-        made_for=verifier.get("name_or_path"),
-        made_for_architectures=tuple(verifier.get("architectures") or ()),
+        norm_before_residual=_flag(raw, "norm_before_residual", name),
+        norm_before_fc=_flag(raw, "norm_before_fc", name),
+        fc_norms=_flag(raw, "fc_norm", name),
+        norm_output=_flag(raw, "norm_output", name),
+        made_for=config_value(made_for, "name_or_path", str, name),
+        made_for_architectures=tuple(config_value(made_for, "architectures", list, name) or ()),
     )
+
+
+def _made_for(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    library = config_value(raw, "speculators_config", dict, name) or {}
+    return config_value(library, "verifier", dict, name) or {}
+
+
+def _eagle_config(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    return config_value(raw, "eagle_config", dict, name) or {}
+
+
+def _flag(raw: Mapping[str, Any], key: str, name: str) -> bool:
+    return config_value(raw, key, bool, name) or False
 
 
 def _is_version_3(tensors: Collection[str]) -> bool:
@@ -86,7 +101,7 @@ def _check_type(raw: Mapping[str, Any], name: str) -> None:
             f"{name}: received {_TYPE} {kind!r}. Expected 'eagle3'; of the speculators library's "
             "drafters only that one is carried."
         )
-    if (raw.get("eagle_config") or {}).get("use_aux_hidden_state") is False:
+    if _eagle_config(raw, name).get("use_aux_hidden_state") is False:
         raise UnsupportedModel(
             f"{name}: received use_aux_hidden_state false, an EAGLE-3 head without taps. Expected "
             "a head that reads three hidden states of its target."
@@ -100,7 +115,7 @@ def _check_type(raw: Mapping[str, Any], name: str) -> None:
 
 def _layer(nested: Mapping[str, Any], name: str) -> PretrainedConfig:
     """The one decoder layer; a key that is missing has the configuration class's default."""
-    kind = nested.get("model_type", "llama")
+    kind = config_value(nested, "model_type", str, name) or "llama"
     if kind not in _LAYER_TYPES:
         raise UnsupportedModel(
             f"{name}: received a layer of model type {kind!r}. Expected one of "
@@ -109,7 +124,7 @@ def _layer(nested: Mapping[str, Any], name: str) -> PretrainedConfig:
     values = {key: nested[key] for key in _LAYER_KEYS if nested.get(key) is not None}
     try:
         layer = CONFIG_MAPPING[_LAYER_TYPES[kind]](**values)
-    except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
+    except (StrictDataclassError, ValueError, TypeError, KeyError, ArithmeticError) as error:
         raise CheckpointError(
             f"{name}: received a configuration that transformers refuses "
             f"({' '.join(str(error).split())}). Expected a {kind} layer; mend config.json."
@@ -129,16 +144,16 @@ def _check_layer(layer: PretrainedConfig, nested: Mapping[str, Any], name: str) 
             f"{name}: received hidden_act {layer.hidden_act!r}. Expected 'silu', which published "
             "heads have."
         )
-    if _windowed(nested):
+    if _windowed(nested, name):
         raise UnsupportedModel(
             f"{name}: received a layer with a sliding window. Expected full attention."
         )
 
 
-def _windowed(nested: Mapping[str, Any]) -> bool:
+def _windowed(nested: Mapping[str, Any], name: str) -> bool:
     """Qwen3 states a window that it doesn't use unless told to; a Llama layer states none."""
     used = nested.get("use_sliding_window", nested.get("model_type") != "qwen3")
-    kinds = nested.get("layer_types") or ()
+    kinds = config_value(nested, "layer_types", list, name) or ()
     return "sliding_attention" in kinds or bool(used and nested.get("sliding_window"))
 
 
@@ -157,11 +172,12 @@ def _taps(raw: Mapping[str, Any], name: str) -> tuple[int, ...] | None:
     SpecForge, ModelOpt) it may also name the layer whose output is meant, one less; as SGLang
     tells them apart, the lowest is 1 then (github.com/sgl-project/sglang/pull/25454).
     """
-    own, nested = raw.get(TAP_IDS), (raw.get("eagle_config") or {}).get(TAP_IDS)
+    own = config_value(raw, TAP_IDS, list, name)
+    nested = config_value(_eagle_config(raw, name), TAP_IDS, list, name)
     ids = nested if own is None else own
     if ids is None:
         return None
-    if not isinstance(ids, list) or not all(type(i) is int for i in ids):
+    if not all(type(i) is int for i in ids):
         raise CheckpointError(
             f"{name}: received {TAP_IDS} {ids!r}. Expected a list of layer numbers, or null for "
             "the default ones."

@@ -22,6 +22,7 @@ import numpy as np
 from runtime.errors import CheckpointError, UnsupportedModel, VocabularyMismatch
 
 from .checkpoint import Checkpoint
+from .config_value import config_value
 from .head_files import HeadFiles, open_head_files
 from .medusa_layout import TOKEN_MAP, MedusaLayout, read_layout
 from .tensor_store import TensorStore, load_finite
@@ -94,7 +95,8 @@ def open_medusa(source: str | Path, target: Checkpoint) -> MedusaHeads:
     layout = read_layout(files.tensors.names(), files.name)
     d2t = _token_map(files, target.config.vocab_size)
     _check_shapes(files, layout, target, d2t)
-    files.check_target(target, files.config.get("base_model_name_or_path"))
+    stated = config_value(files.config, "base_model_name_or_path", str, files.name)
+    files.check_target(target, stated)
     _warn(files, layout)
     return MedusaHeads(
         name=files.name,

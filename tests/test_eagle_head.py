@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from collections.abc import Iterator
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +227,17 @@ def test_whole_vocabulary_needs_no_map(target: Checkpoint, tmp_path: Path) -> No
         assert (head.vocab_size, head.d2t) == (VOCAB, None)
 
 
+def test_maps_that_nobody_filled(target: Checkpoint, tmp_path: Path) -> None:
+    """A head over the whole vocabulary ignores them; one that says something must be right."""
+    config = published_config(draft_vocab_size=VOCAB)
+    state = eagle3_state(kept=np.arange(VOCAB))
+    state["t2d"] = torch.zeros(VOCAB, dtype=torch.bool)
+    assert open_eagle(write_head(tmp_path, config, state), target).d2t is None
+    state["d2t"][5] = 1
+    with pytest.raises(VocabularyMismatch, match="Expected ascending ids"):
+        open_eagle(write_head(tmp_path, config, state), target)
+
+
 def test_what_only_training_needs_is_left_out(target: Checkpoint, tmp_path: Path) -> None:
     spare = {"verifier_norm.weight": (HIDDEN,), "verifier_lm_head.weight": (len(KEPT), HIDDEN)}
     buffer = {"layers.0.self_attn.rotary_emb.inv_freq": (4,)}
@@ -291,7 +305,7 @@ def test_taps_one_below_the_usual_are_warned_of(
         ({TAPS: [2, 2, 7]}, UnsupportedModel, "ascending"),
         ({TAPS: [2, 5, LAYERS]}, CheckpointError, "Expected 0 to 9"),
         ({TAPS: [-1, 5, 7]}, CheckpointError, "Expected 0 to 9"),
-        ({TAPS: "2,5,7"}, CheckpointError, "list of layer numbers"),
+        ({TAPS: "2,5,7"}, CheckpointError, "'2,5,7'. Expected list or null"),
         ({TAPS: [2, 5.0, 7]}, CheckpointError, "list of layer numbers"),
         ({"attention_bias": True}, CheckpointError, "4 missing: .*k_proj.bias"),
         ({"norm_before_fc": True}, CheckpointError, "1 missing: input_norm.weight"),
@@ -308,6 +322,33 @@ def test_configurations_that_do_not_fit(
     directory = write_head(tmp_path, published_config(**changes), eagle3_state())
     with pytest.raises(error, match=message):
         open_eagle(directory, target)
+
+
+def keys_of(config: dict[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for key, value in config.items():
+        yield (*above, key)
+        if isinstance(value, dict):
+            yield from keys_of(value, (*above, key))
+
+
+@pytest.mark.parametrize("layout", [published_config, speculators_config])
+@pytest.mark.parametrize("value", ["x", -1, 0, [None], {"x": 1}])
+def test_nonsense_is_refused_or_harmless(
+    target: Checkpoint, tmp_path: Path, layout: Any, value: Any
+) -> None:
+    """Whatever a key holds, no other error than the project's own comes out."""
+    spare = {"eagle_config": None, "layer_types": None, "bias": None, TAPS: None}
+    write_head(tmp_path, layout(), eagle3_state("layers.0."))
+    refused = 0
+    for *above, key in keys_of(layout() | spare):
+        config: dict[str, Any] = layout()
+        reduce(lambda part, name: part[name], above, config)[key] = value
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        try:
+            open_eagle(tmp_path, target)
+        except CheckpointError:
+            refused += 1
+    assert refused > 8
 
 
 def test_default_taps_need_seven_layers(shallow: Checkpoint, tmp_path: Path) -> None:
