@@ -56,6 +56,7 @@ class BuildRequest:
     max_draft_tokens: int = 8
     min_ngram: int | None = None  # of --draft ngram alone
     max_ngram: int | None = None
+    retokenize: bool = False  # a draft of another tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +114,7 @@ def _draft_request(request: BuildRequest) -> DraftRequest:
         precision=request.draft_precision,
         min_ngram=request.min_ngram,
         max_ngram=request.max_ngram,
+        retokenize=request.retokenize,
     )
 
 

@@ -73,6 +73,13 @@ def build(
     max_ngram: Annotated[
         int | None, typer.Option(help="Of --draft ngram: most tokens looked up; default: 4.")
     ] = None,
+    retokenize: Annotated[
+        bool,
+        typer.Option(
+            "--retokenize",
+            help="A draft whose tokenizer isn't the target's: its text is proposed; slower.",
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The result as one JSON line.")] = False,
 ) -> None:
     """Build a bundle: trace, lower, quantize, check, measure. Nothing is left if it fails."""
@@ -95,6 +102,7 @@ def build(
         max_draft_tokens=k,
         min_ngram=min_ngram,
         max_ngram=max_ngram,
+        retokenize=retokenize,
     )
     console = Console(stderr=True)
     path = run(request, progress=lambda text: console.print(f"· {text}", highlight=False))

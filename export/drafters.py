@@ -17,6 +17,7 @@ from .model_draft import ModelDraftPlan
 from .ngram_draft import NgramDraftPlan
 from .ngram_plus import NgramPlusPlan
 from .precision import precision
+from .retokenized_draft import RetokenizedDraftPlan
 
 NGRAM = "ngram"  # a directory of that name is ./ngram
 PLUS = f"{NGRAM}+"
@@ -30,6 +31,7 @@ class DraftRequest:
     precision: str | None
     min_ngram: int | None
     max_ngram: int | None
+    retokenize: bool = False
     q_over: QOver = QOver.DRAFT
 
 
@@ -43,6 +45,9 @@ def open_drafter(
     bounds = {"--min-ngram": request.min_ngram, "--max-ngram": request.max_ngram}
     if request.source is not None and request.source.startswith(PLUS):
         return _open_plus(request, target, context=context, target_precision=target_precision)
+    if request.source in (None, NGRAM):
+        asked = {"--retokenize": "" if request.retokenize else None}
+        _refuse(asked, "--draft PATH, a model whose tokenizer isn't the target's")
     if request.source == NGRAM:
         _refuse({"--draft-precision": request.precision}, "a draft model: a lookup has no weights")
         return NgramDraftPlan.of(
@@ -52,6 +57,10 @@ def open_drafter(
     if request.source is None:
         return None
     chosen = precision(request.precision or target_precision, "--draft-precision")
+    if request.retokenize:
+        return RetokenizedDraftPlan.open(
+            request.source, target, target_context=context, precision=chosen
+        )
     return ModelDraftPlan.open(
         request.source,
         target,
@@ -81,6 +90,6 @@ def _open_plus(
 
 
 def _refuse(options: Mapping[str, object], expected: str) -> None:
-    given = [f"{flag} {value}" for flag, value in options.items() if value is not None]
+    given = [f"{flag} {value}".rstrip() for flag, value in options.items() if value is not None]
     if given:
         raise BuildError(f"{given[0]}: received it without its drafter. Expected {expected}.")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from engines.external_data import WeightStore
 from runtime.errors import BuildError
-from runtime.manifest import DraftCard, ModelDraft, NgramPlusDraft
+from runtime.manifest import DraftCard, ModelDraft, NgramPlusDraft, RetokenizedDraft
 
 from .draft_plan import DraftPlan, WrittenDraft
 from .ngram_draft import NgramDraftPlan
@@ -38,8 +38,8 @@ class NgramPlusPlan:
         return WrittenDraft(card=card, gates=written.gates)
 
 
-def _combinable(card: DraftCard) -> ModelDraft:
-    if isinstance(card, ModelDraft):
+def _combinable(card: DraftCard) -> ModelDraft | RetokenizedDraft:
+    if isinstance(card, ModelDraft | RetokenizedDraft):
         return card
     raise BuildError(
         f"--draft ngram+: received a drafter of the kind {card.kind}. Expected a draft model "

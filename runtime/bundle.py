@@ -18,7 +18,7 @@ import numpy as np
 
 from .bundle_files import MANIFEST, PARTIAL, check_files, verify_digests
 from .errors import BundleError
-from .manifest import Manifest, ModelCard
+from .manifest import DRAFT_TOKENIZER, Manifest, ModelCard, ModelDraft
 
 Int64Array = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -90,6 +90,7 @@ def _read_manifest(path: Path) -> Manifest:
 
 def _check_contents(manifest: Manifest) -> None:
     required = [*_REQUIRED, *(["onnx/draft.onnx"] if manifest.draft_model else [])]
+    required += [DRAFT_TOKENIZER] if manifest.retokenized else []
     missing = [name for name in required if name not in manifest.files]
     if missing:
         raise BundleError(f"bundle: files missing: {missing}; rebuild the bundle.")
@@ -176,12 +177,12 @@ def _read_map(path: Path, manifest: Manifest) -> Int64Array | None:
         d2t: Int64Array = np.load(path / "d2t.npy", allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
         raise BundleError(f"d2t.npy: {error}; rebuild the bundle.") from error
-    _check_map(d2t, manifest.draft_model, manifest.target.vocab_size)
+    _check_map(d2t, manifest)
     return d2t
 
 
-def _check_map(d2t: Any, draft: ModelCard | None, target_size: int) -> None:
-    size = draft.vocab_size if draft else 0
+def _check_map(d2t: Any, manifest: Manifest) -> None:
+    size, target_size = _mapped(manifest), manifest.target.vocab_size
     fits = isinstance(d2t, np.ndarray) and d2t.dtype == np.int64 and d2t.shape == (size,)
     if not fits:
         raise BundleError(
@@ -194,3 +195,8 @@ def _check_map(d2t: Any, draft: ModelCard | None, target_size: int) -> None:
             f"d2t.npy: received ids from {ids.min()} to {ids.max()}. Expected ascending ids below "
             f"{target_size}; rebuild the bundle."
         )
+
+
+def _mapped(manifest: Manifest) -> int:
+    """Draft tokens that a map is for: those of a draft that q counts."""
+    return manifest.draft_vocab_size if isinstance(manifest.draft, ModelDraft) else 0

@@ -28,7 +28,7 @@ def load_rounds(path: Path, manifest: Manifest, options: EngineOptions) -> Round
     drafter = None
     if manifest.draft:
         open_graph = partial(_open, path, options=options, sizes=sizes)
-        drafter = load_drafter(manifest.draft, open_graph, buffers)
+        drafter = load_drafter(manifest.draft, open_graph, buffers, path)
     return Rounds(
         buffers,
         TargetStep(target, card.cache, buffers),

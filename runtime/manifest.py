@@ -18,6 +18,7 @@ from .errors import BundleError
 
 SCHEMA = 2
 MOST_NGRAM = 16
+DRAFT_TOKENIZER = "draft_tokenizer.json"  # of a draft that has tokens of its own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,12 +92,28 @@ class NgramDraft:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RetokenizedDraft:
+    """A model of another tokenizer, `draft_tokenizer.json`; it proposes the target's tokens."""
+
+    kind: Literal["retokenized"] = "retokenized"
+    card: ModelCard
+
+    @property
+    def name(self) -> str:
+        return f"{self.card.name}, in its own tokens"
+
+    @property
+    def precision(self) -> str:
+        return self.card.precision
+
+
+@dataclass(frozen=True, kw_only=True)
 class NgramPlusDraft:
     """Lookup where it finds something, `other` elsewhere; q is over the target's vocabulary."""
 
     kind: Literal["ngram+"] = "ngram+"
     ngram: NgramDraft
-    other: ModelDraft
+    other: ModelDraft | RetokenizedDraft
 
     @property
     def name(self) -> str:
@@ -108,7 +125,7 @@ class NgramPlusDraft:
 
 
 #: told apart by `kind`; `drafters.py` loads each
-DraftCard = ModelDraft | NgramDraft | NgramPlusDraft
+DraftCard = ModelDraft | NgramDraft | RetokenizedDraft | NgramPlusDraft
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,14 +161,24 @@ class Manifest:
     @property
     def draft_model(self) -> ModelCard | None:
         """The draft's model, where the draft is one or has one."""
-        draft = self.draft.other if isinstance(self.draft, NgramPlusDraft) else self.draft
-        return draft.card if isinstance(draft, ModelDraft) else None
+        draft = self._drafting
+        return draft.card if isinstance(draft, ModelDraft | RetokenizedDraft) else None
+
+    @property
+    def retokenized(self) -> bool:
+        """Whether the draft model has tokens of its own."""
+        return isinstance(self._drafting, RetokenizedDraft)
 
     @property
     def draft_vocab_size(self) -> int:
         """Width of q: the vocabulary of a draft that is a model, else the target's."""
         model = self.draft.card if isinstance(self.draft, ModelDraft) else self.target
         return model.vocab_size
+
+    @property
+    def _drafting(self) -> DraftCard | None:
+        """What drafts where a lookup finds nothing, or no lookup is."""
+        return self.draft.other if isinstance(self.draft, NgramPlusDraft) else self.draft
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=1, ensure_ascii=False) + "\n"

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers_runtime import near_table, reference_greedy, write_bundle
+from helpers_runtime import VOCAB, byte_tokenizer, near_table, reference_greedy, write_bundle
 from numpy.typing import NDArray
 
 from export.certificates import frequency
@@ -29,7 +29,13 @@ from runtime.drafter import Drafter
 from runtime.engine import load_rounds
 from runtime.executor import EngineOptions
 from runtime.grammar import Grammar
-from runtime.manifest import DraftCard, ModelDraft, NgramDraft, NgramPlusDraft
+from runtime.manifest import (
+    DraftCard,
+    ModelDraft,
+    NgramDraft,
+    NgramPlusDraft,
+    RetokenizedDraft,
+)
 from runtime.outcome import Outcome
 from runtime.round import Rounds
 from runtime.sequence import FinishReason
@@ -67,10 +73,19 @@ def _ngram_plus(path: Path) -> Path:
     return write_bundle(path, TABLE, draft, context=CONTEXT, eos=(), lookup=lookup)
 
 
+def _retokenized(path: Path) -> Path:
+    """Token i of the draft is byte 7 - i, of the first eight."""
+    order = [*reversed(range(TOKENS)), *range(TOKENS, 256)]
+    names = byte_tokenizer(VOCAB), byte_tokenizer(VOCAB, order=order)
+    draft = np.ascontiguousarray(near_table(TABLE, 0.6)[:, ::-1])
+    return write_bundle(path, TABLE, draft, context=CONTEXT, eos=(), tokenizers=names)
+
+
 #: the registry's kinds, each with a bundle of it
 BUNDLES: dict[type, Callable[[Path], Path]] = {
     ModelDraft: _model,
     NgramDraft: _ngram,
+    RetokenizedDraft: _retokenized,
     NgramPlusDraft: _ngram_plus,
 }
 KINDS = typing.get_args(DraftCard)

@@ -111,8 +111,9 @@ def check_comparable(reference: Bundle, bundle: Bundle) -> None:
             "bundles of one checkpoint."
         )
     for side in (bundle, reference):
-        if side.manifest.draft_model is None:
+        if side.manifest.draft_model is None or side.manifest.retokenized:
             raise BundleError(
-                f"{side.path}: received a bundle without a draft model. Expected a target and a "
-                "draft, whose acceptance can be compared; rebuild it with --draft DIR."
+                f"{side.path}: received a bundle without a draft model of the target's "
+                "tokens. Expected a target and a draft, whose acceptance can be compared; rebuild "
+                "it with --draft DIR."
             )

@@ -47,11 +47,13 @@ def _vocabulary(bundle: Bundle) -> Found:
         for name, size in sizes.items()
         if size != figures["vocab_size"]
     ]
-    if bundle.manifest.draft_model is not None:
-        figures["draft_vocab_size"] = bundle.manifest.draft_vocab_size
+    card, width = bundle.manifest.draft_model, bundle.manifest.draft_vocab_size
+    if card is not None:
+        figures["draft_vocab_size"] = card.vocab_size
+        expected = (card.vocab_size if bundle.manifest.retokenized else width, width)
         q = _axis(bundle.model_path("draft"), "draft_step_probs")
         read = _axis(bundle.model_path("accept"), "draft_probs", of_input=True)
-        if not q == read == figures["draft_vocab_size"]:
+        if (q, read) != expected:
             faults.append(f"draft vocabulary: draft.onnx gives {q}, accept.onnx reads {read}")
     return figures, faults
 
