@@ -59,6 +59,7 @@ class BuildRequest:
     max_ngram: int | None = None
     skip_layers: str | None = None  # of --draft layer-skip alone
     search_seconds: float | None = None
+    retokenize: bool = False  # a draft of another tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +124,7 @@ def _draft_request(request: BuildRequest) -> DraftRequest:
         skip_layers=request.skip_layers,
         search_seconds=request.search_seconds,
         max_draft_tokens=request.max_draft_tokens,
+        retokenize=request.retokenize,
     )
 
 

@@ -81,6 +81,13 @@ def build(
         float | None,
         typer.Option(help="Of --draft layer-skip: time to look for the layers; default: 120."),
     ] = None,
+    retokenize: Annotated[
+        bool,
+        typer.Option(
+            "--retokenize",
+            help="A draft whose tokenizer isn't the target's: its text is proposed; slower.",
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The result as one JSON line.")] = False,
 ) -> None:
     """Build a bundle: trace, lower, quantize, check, measure. Nothing is left if it fails."""
@@ -105,6 +112,7 @@ def build(
         max_ngram=max_ngram,
         skip_layers=skip_layers,
         search_seconds=search_seconds,
+        retokenize=retokenize,
     )
     console = Console(stderr=True)
     path = run(request, progress=lambda text: console.print(f"· {text}", highlight=False))

@@ -1,8 +1,8 @@
 """A draft model beside its target: its own vocabulary and the embedding that it may borrow.
 
-Two kinds: an ordinary checkpoint of the target's family, whose tokens are compared with the
-target's, and a distilled draft (scripts/train_draft.py) that shares the target's tokenizer and
-embedding and proposes only some of its tokens.
+Three kinds: an ordinary checkpoint of the target's family, whose tokens are compared with the
+target's; a distilled draft (scripts/train_draft.py) that shares the target's tokenizer and
+embedding and proposes only some of its tokens; and, where it is asked for, one of other tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedModel
 
-from runtime.errors import CheckpointError, VocabularyMismatch
+from runtime.errors import BuildError, CheckpointError, VocabularyMismatch
 
 from .checkpoint import Checkpoint, open_checkpoint
 from .eager import build_eager
@@ -43,15 +43,49 @@ def open_draft(source: str | Path, target: Checkpoint, *, revision: str | None =
     another hidden size or a missing part.
     """
     checkpoint = open_checkpoint(source, revision=revision)
-    if checkpoint.tensors.names() & _MAPS or _distilled(checkpoint):
+    if _distilled(checkpoint):
         return _open_distilled(checkpoint, target)
     _check_tokens(checkpoint, target)
     size = checkpoint.config.vocab_size
     return Draft(checkpoint=checkpoint, vocab_size=size, d2t=None, borrowed_embedding=None)
 
 
+def open_foreign(source: str | Path, target: Checkpoint, *, revision: str | None = None) -> Draft:
+    """Open a draft whose tokens are its own, for a target of other tokens.
+
+    Raises BuildError where the two speak the same ones, CheckpointError where it has no tokenizer.
+    """
+    checkpoint = open_checkpoint(source, revision=revision)
+    if _distilled(checkpoint) or _speaks_the_same(checkpoint, target):
+        raise BuildError(
+            f"--retokenize: received {checkpoint.name}, which speaks the tokens of {target.name}. "
+            "Expected a draft of another tokenizer; build without --retokenize, which is faster."
+        )
+    size, largest = checkpoint.config.vocab_size, _largest_token(checkpoint)
+    if largest >= size:
+        raise CheckpointError(
+            f"{checkpoint.name}: received a tokenizer with token {largest}. Expected tokens below "
+            f"{size}, the rows of its head; its tokenizer belongs to another model."
+        )
+    return Draft(checkpoint=checkpoint, vocab_size=size, d2t=None, borrowed_embedding=None)
+
+
 def _distilled(checkpoint: Checkpoint) -> bool:
-    return getattr(checkpoint.config, "outrider", None) is not None
+    """It shares its target's tokens, and has some of them or names the target."""
+    named = getattr(checkpoint.config, "outrider", None) is not None
+    return named or bool(checkpoint.tensors.names() & _MAPS)
+
+
+def _speaks_the_same(checkpoint: Checkpoint, target: Checkpoint) -> bool:
+    try:
+        _check_tokens(checkpoint, target)
+    except VocabularyMismatch:
+        return False
+    return True
+
+
+def _largest_token(checkpoint: Checkpoint) -> int:
+    return max(checkpoint.text_files().tokenizer.get_vocab(with_added_tokens=True).values())
 
 
 def _open_distilled(checkpoint: Checkpoint, target: Checkpoint) -> Draft:

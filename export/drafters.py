@@ -21,6 +21,7 @@ from .model_draft import ModelDraftPlan
 from .ngram_draft import NgramDraftPlan
 from .ngram_plus import NgramPlusPlan
 from .precision import Precision, precision
+from .retokenized_draft import RetokenizedDraftPlan
 
 NGRAM = "ngram"  # a directory of that name is ./ngram
 PLUS = f"{NGRAM}+"
@@ -38,6 +39,7 @@ class DraftRequest:
     skip_layers: str | None
     search_seconds: float | None
     max_draft_tokens: int
+    retokenize: bool = False
     q_over: QOver = QOver.DRAFT
 
 
@@ -54,6 +56,9 @@ def open_drafter(
         _refuse(layers, f"--draft {LAYER_SKIP}, which alone leaves layers out")
     if request.source is not None and request.source.startswith(PLUS):
         return _open_plus(request, target, context=context, target_precision=target_precision)
+    if request.source in (None, NGRAM):
+        asked = {"--retokenize": "" if request.retokenize else None}
+        _refuse(asked, "--draft PATH, a model whose tokenizer isn't the target's")
     if request.source == NGRAM:
         _refuse({"--draft-precision": request.precision}, "a draft model: a lookup has no weights")
         return NgramDraftPlan.of(
@@ -83,6 +88,8 @@ def _open_weights(
     """A drafter with weights of its own; what it is, its files say."""
     source = request.source or ""
     chosen = precision(request.precision or target_precision.name, "--draft-precision")
+    if request.retokenize:
+        return RetokenizedDraftPlan.open(source, target, target_context=context, precision=chosen)
     match read_kind(source):
         case DrafterKind.EAGLE:
             return EagleDraftPlan.open(
@@ -123,6 +130,6 @@ def _open_plus(
 
 
 def _refuse(options: Mapping[str, object], expected: str) -> None:
-    given = [f"{flag} {value}" for flag, value in options.items() if value is not None]
+    given = [f"{flag} {value}".rstrip() for flag, value in options.items() if value is not None]
     if given:
         raise BuildError(f"{given[0]}: received it without its drafter. Expected {expected}.")

@@ -46,6 +46,18 @@ class ModelDraftPlan:
     ) -> Self:
         """Raises CheckpointError where it doesn't fit the target, BuildError for its context."""
         draft = open_draft(source, target)
+        return cls.of(draft, target_context=target_context, precision=precision, q_over=q_over)
+
+    @classmethod
+    def of(
+        cls,
+        draft: Draft,
+        *,
+        target_context: int,
+        precision: Precision,
+        q_over: QOver = QOver.DRAFT,
+    ) -> Self:
+        """Raises CheckpointError for a model that isn't carried, BuildError for its context."""
         checkpoint = draft.checkpoint
         context = draft_context(target_context, checkpoint.config, checkpoint.name)
         refuse_unsupported(checkpoint.config, context)

@@ -11,7 +11,14 @@ from pathlib import Path
 
 from engines.external_data import WeightStore
 from runtime.errors import BuildError
-from runtime.manifest import DraftCard, EagleDraft, MedusaDraft, ModelDraft, NgramPlusDraft
+from runtime.manifest import (
+    DraftCard,
+    EagleDraft,
+    MedusaDraft,
+    ModelDraft,
+    NgramPlusDraft,
+    RetokenizedDraft,
+)
 
 from .draft_plan import DraftPlan, WrittenDraft
 from .ngram_draft import NgramDraftPlan
@@ -46,8 +53,8 @@ class NgramPlusPlan:
         return WrittenDraft(card=card, gates=written.gates)
 
 
-def _combinable(card: DraftCard) -> ModelDraft | EagleDraft | MedusaDraft:
-    if isinstance(card, ModelDraft | EagleDraft | MedusaDraft):
+def _combinable(card: DraftCard) -> ModelDraft | EagleDraft | MedusaDraft | RetokenizedDraft:
+    if isinstance(card, ModelDraft | EagleDraft | MedusaDraft | RetokenizedDraft):
         return card
     raise BuildError(
         f"--draft ngram+: received a drafter of the kind {card.kind}. Expected a draft model "

@@ -28,6 +28,7 @@ from runtime.uniforms import uniform_table
 REPEATS = 15
 CONTEXT = 256
 ACCEPTANCE_ROUNDS = 24  # a prompt
+BEHIND = 8  # tokens that a draft of other tokens has to catch up with, to see what that costs
 
 
 def measure(path: Path, manifest: Manifest) -> dict[str, Any]:
@@ -40,6 +41,8 @@ def measure(path: Path, manifest: Manifest) -> dict[str, Any]:
     uniforms = uniform_table(0, limits.max_context + 1)
     rounds.prefill(tokens[:-1], uniforms)
     samples = _sample(rounds, tokens, limits.max_draft_tokens, uniforms)
+    if manifest.retokenized:
+        samples |= translated_steps(rounds, _spoken(path, manifest, context))
     median = {part: statistics.median(times) for part, times in samples.items()}
     k = limits.max_draft_tokens
     return {
@@ -50,6 +53,7 @@ def measure(path: Path, manifest: Manifest) -> dict[str, Any]:
         "accept_s": {str(n): median["accept", n] for n in range(k + 1)},
         "draft_s": median.get(("draft", 1), 0.0),
         "draft_catch_up_s": median.get(("draft", 2), 0.0),
+        "draft_start_s": median.get(("start", 0), 0.0),
         "overhead_s": max(0.0, median["round", 0]),
         "acceptance": acceptance(rounds, path, manifest, uniforms) if rounds.drafter else None,
     }
@@ -57,14 +61,27 @@ def measure(path: Path, manifest: Manifest) -> dict[str, Any]:
 
 def acceptance(rounds: Rounds, path: Path, manifest: Manifest, uniforms: Any) -> float | None:
     """The share of first drafts accepted on the shipped prompts, greedy: where a planner begins."""
-    special = manifest.bos_token_id, manifest.eos_token_ids
-    template = path / "chat_template.jinja"
-    source = template.read_text(encoding="utf-8") if template.exists() else None
-    text = Text(path / "tokenizer.json", source, *special)
-    found: list[int] = []
+    text, found = _text(path, manifest), list[int]()
     for prompt in load_prompts([], ["shipped"], None)[::3]:
         found += _accept_some(rounds, encoded(text, prompt), manifest, uniforms)
     return sum(found) / len(found) if found else None
+
+
+def _text(path: Path, manifest: Manifest) -> Text:
+    special = manifest.bos_token_id, manifest.eos_token_ids
+    template = path / "chat_template.jinja"
+    source = template.read_text(encoding="utf-8") if template.exists() else None
+    return Text(path / "tokenizer.json", source, *special)
+
+
+def _spoken(path: Path, manifest: Manifest, count: int) -> list[int]:
+    """Up to `count` tokens of the shipped prompts: a draft of other tokens reads text alone."""
+    text, tokens = _text(path, manifest), list[int]()
+    for prompt in load_prompts([], ["shipped"], None):
+        tokens += encoded(text, prompt)
+        if len(tokens) >= count:
+            break
+    return [token % manifest.target.vocab_size for token in tokens[:count]]
 
 
 def encoded(text: Text, prompt: Prompt) -> list[int]:
@@ -133,6 +150,42 @@ def _draft_steps(rounds: Rounds, tokens: list[int], kept: Any) -> None:
         rounds.drafter.rollback(len(tokens) - behind)
         proposal = propose(tokens, 1, rounds.constraint)
         kept["draft", behind].append(proposal.seconds)
+
+
+def translated_steps(rounds: Rounds, tokens: list[int]) -> dict[tuple[str, int], list[float]]:
+    """Of a draft whose text is translated: the seconds of a token more, and of the first besides.
+
+    It says more tokens of its own than it drafts, and how many depends on both tokenizers.
+    """
+    assert rounds.drafter is not None
+    drafter, most = rounds.drafter, rounds.buffers.max_draft_tokens
+    samples: dict[tuple[str, int], list[float]] = defaultdict(list)
+    drafter.rollback(0)
+    propose = drafting(drafter, tokens)
+    tokens = _cut_where_it_drafts(propose, rounds, tokens)
+    for repeat in range(REPEATS + 2):
+        kept = samples if repeat >= 2 else defaultdict(list)
+        propose(tokens[:-BEHIND], 1, rounds.constraint)
+        unread = max(one.unread for one in drafter.offer(tokens, 1).all)
+        behind, one, many = (propose(tokens, k, rounds.constraint) for k in (1, 1, most))
+        more = many.num_drafted - one.num_drafted
+        each_s = max(0.0, many.seconds - one.seconds) / more if more > 0 else one.seconds
+        read_s = max(0.0, behind.seconds - one.seconds) / max(1, unread - 1)
+        kept["draft", 1].append(each_s)
+        kept["draft", 2].append(each_s + read_s)
+        kept["start", 0].append(max(0.0, one.seconds - each_s))
+    drafter.rollback(0)
+    return samples
+
+
+def _cut_where_it_drafts(propose: Propose, rounds: Rounds, tokens: list[int]) -> list[int]:
+    """`tokens` without the last few, if a text cut behind those can't be gone on with."""
+    assert rounds.drafter is not None
+    for end in range(len(tokens), max(BEHIND, len(tokens) - BEHIND), -1):
+        if propose(tokens[:end], 2, rounds.constraint).num_drafted == 2:
+            return tokens[:end]
+        rounds.drafter.rollback(0)
+    return tokens
 
 
 def drafting(drafter: Drafter, tokens: list[int]) -> Propose:

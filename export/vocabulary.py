@@ -29,7 +29,8 @@ def check_vocabularies(
                 f"draft vocabulary: received {draft_size} rows, {len(other)} tokens. Expected the "
                 f"target's {target_size} rows, {len(tokens)} tokens; token {token_id} is "
                 f"{other[token_id]!r} instead of {tokens[token_id]!r}. Use a draft of the target's "
-                "family, or train one with scripts/train_draft.py."
+                "family, train one with scripts/train_draft.py, or build with --retokenize, which "
+                "drafts in the draft's own tokens and is slower."
             )
     if not tokens.keys() & other.keys():
         raise VocabularyMismatch(

@@ -19,7 +19,7 @@ import numpy as np
 from .bundle_files import MANIFEST, PARTIAL, check_files, verify_digests
 from .errors import BundleError
 from .layer_runs import as_text
-from .manifest import LayerSkipDraft, Manifest, ModelCard
+from .manifest import DRAFT_TOKENIZER, LayerSkipDraft, Manifest, ModelCard
 
 GraphName = Literal["target", "draft", "fuse", "heads", "tail", "accept"]
 Int64Array = np.ndarray[Any, np.dtype[np.int64]]
@@ -95,6 +95,7 @@ def _check_contents(manifest: Manifest) -> None:
     required = [*_REQUIRED, *(f"onnx/{name}.onnx" for name in graphs)]
     if isinstance(manifest.draft, LayerSkipDraft):
         _check_skipped(manifest.draft, manifest.target.cache.layers)
+    required += [DRAFT_TOKENIZER] if manifest.retokenized else []
     missing = [name for name in required if name not in manifest.files]
     if missing:
         raise BundleError(f"bundle: files missing: {missing}; rebuild the bundle.")
@@ -190,7 +191,8 @@ def _read_map(path: Path, manifest: Manifest) -> Int64Array | None:
         d2t: Int64Array = np.load(path / "d2t.npy", allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
         raise BundleError(f"d2t.npy: {error}; rebuild the bundle.") from error
-    _check_map(d2t, manifest.draft_vocab_size, manifest.target.vocab_size)
+    size = manifest.draft.vocab_size if manifest.draft else None
+    _check_map(d2t, size or 0, manifest.target.vocab_size)
     return d2t
 
 

@@ -169,12 +169,36 @@ class MedusaDraft:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RetokenizedDraft:
+    """A draft model with tokens of its own, whose text is put into the target's; q is one-hot."""
+
+    kind: Literal["retokenized"] = "retokenized"
+    card: ModelCard
+
+    graphs: ClassVar[tuple[str, ...]] = ("draft",)
+    feature_width: ClassVar[int] = 0
+    vocab_size: ClassVar[int | None] = None
+
+    @property
+    def name(self) -> str:
+        return self.card.name
+
+    @property
+    def precision(self) -> str:
+        return self.card.precision
+
+    @property
+    def model(self) -> ModelCard | None:
+        return self.card
+
+
+@dataclass(frozen=True, kw_only=True)
 class NgramPlusDraft:
     """Lookup where it finds something, `other` elsewhere; q is over the target's vocabulary."""
 
     kind: Literal["ngram+"] = "ngram+"
     ngram: NgramDraft
-    other: ModelDraft | EagleDraft | MedusaDraft
+    other: ModelDraft | EagleDraft | MedusaDraft | RetokenizedDraft
 
     vocab_size: ClassVar[int | None] = None
 
@@ -200,7 +224,15 @@ class NgramPlusDraft:
 
 
 #: told apart by `kind`; `drafters.py` loads each
-DraftCard = ModelDraft | NgramDraft | LayerSkipDraft | EagleDraft | MedusaDraft | NgramPlusDraft
+DraftCard = (
+    ModelDraft
+    | NgramDraft
+    | LayerSkipDraft
+    | EagleDraft
+    | MedusaDraft
+    | RetokenizedDraft
+    | NgramPlusDraft
+)
 
 
 def unfit(where: str, raw: Any, expected: str) -> BundleError:

@@ -11,7 +11,7 @@ from typing import Protocol
 
 _CONTEXT_TOKENS = 4  # of the prompt, so that the first word keeps its leading space
 _MAX_PENDING = 8  # a character has at most four bytes: more pending tokens are not one character
-_REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are no character, or not yet one
+REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are no character, or not yet one
 
 
 class Decodes(Protocol):
@@ -26,7 +26,7 @@ class Detokenizer:
         self._window = list(prompt[-_CONTEXT_TOKENS:])
         self._told = tokenizer.decode(self._window) if self._window else ""
         self._pending = 0  # tokens at the window's end whose text is not told yet
-        if self._told.endswith(_REPLACEMENT):
+        if self._told.endswith(REPLACEMENT):
             self._window, self._told = [], ""
 
     def push(self, token: int) -> str:
@@ -34,7 +34,7 @@ class Detokenizer:
         self._window.append(token)
         self._pending += 1
         text = self._tokenizer.decode(self._window)
-        if text.endswith(_REPLACEMENT) and self._pending < _MAX_PENDING:
+        if text.endswith(REPLACEMENT) and self._pending < _MAX_PENDING:
             return ""
         return self._tell(text)
 

@@ -6,6 +6,7 @@ A new kind is a card in the manifest's `DraftCard`, a case here and one where it
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Protocol, assert_never
 
 from .buffers import RoundBuffers
@@ -27,31 +28,46 @@ from .executor import Executor
 from .features import FeatureStore
 from .layer_skip import LayerSkip
 from .manifest import (
+    DRAFT_TOKENIZER,
     DraftCard,
     EagleDraft,
     LayerSkipDraft,
     MedusaDraft,
+    ModelCard,
     ModelDraft,
     NgramDraft,
     NgramPlusDraft,
+    RetokenizedDraft,
 )
 from .medusa_drafter import MedusaDrafter
 from .ngram_drafter import NgramDrafter
 from .ngram_index import NgramIndex
 from .ngram_plus import NgramPlus
+from .retokenized_drafter import RetokenizedDrafter
 from .target import TargetStep
+from .tokenizer import Tokenizer
 
 
 class OpenGraph(Protocol):
-    """Opens one of the bundle's graphs and checks it against its contract."""
+    """Opens one of the bundle's graphs and checks it against its contract.
 
-    def __call__(self, name: str, spec: GraphSpec) -> Executor: ...
+    sizes: of symbolic axes, where they aren't the target's.
+    """
+
+    def __call__(self, name: str, spec: GraphSpec, *, sizes: dict[str, int] = ...) -> Executor: ...
 
 
 def load_drafter(
-    card: DraftCard, open_graph: OpenGraph, buffers: RoundBuffers, target: TargetStep
+    card: DraftCard,
+    open_graph: OpenGraph,
+    buffers: RoundBuffers,
+    target: TargetStep,
+    path: Path,
 ) -> Drafter:
-    """The drafter that `card` describes, writing into `buffers`. Raises EngineError."""
+    """The drafter that `card` of the bundle at `path` describes, writing into `buffers`.
+
+    Raises EngineError and BundleError.
+    """
     match card:
         case ModelDraft():
             cache = card.card.cache
@@ -66,9 +82,11 @@ def load_drafter(
             heads, tail = open_graph("heads", heads_graph()), open_graph("tail", tail_graph())
             return MedusaDrafter(heads, tail, _features(target), buffers, card.num_heads)
         case NgramPlusDraft():
-            lookup = load_drafter(card.ngram, open_graph, buffers, target)
-            other = load_drafter(card.other, open_graph, buffers, target)
+            lookup = load_drafter(card.ngram, open_graph, buffers, target, path)
+            other = load_drafter(card.other, open_graph, buffers, target, path)
             return NgramPlus(lookup, other, buffers)
+        case RetokenizedDraft():
+            return _retokenized(card.card, open_graph, buffers, path)
         case _:
             assert_never(card)
 
@@ -91,3 +109,14 @@ def _features(target: TargetStep) -> FeatureStore:
 def target_switches(card: DraftCard | None) -> tuple[TensorSpec, ...]:
     """What a drafter asks of the target's graph besides the usual inputs."""
     return (SKIP_LAYERS,) if isinstance(card, LayerSkipDraft) else ()
+
+
+def _retokenized(
+    card: ModelCard, open_graph: OpenGraph, buffers: RoundBuffers, path: Path
+) -> RetokenizedDrafter:
+    sizes = {"vocab": card.vocab_size, "draft_vocab": card.vocab_size}
+    graph = open_graph("draft", draft_graph(card.cache), sizes=sizes)
+    own = RoundBuffers(1, card.vocab_size, card.vocab_size)
+    model = DraftModel(graph, card.cache, own)
+    target, draft = Tokenizer(path / "tokenizer.json"), Tokenizer(path / DRAFT_TOKENIZER)
+    return RetokenizedDrafter(model, own, target, draft, buffers)

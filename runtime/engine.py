@@ -33,7 +33,7 @@ def load_rounds(path: Path, manifest: Manifest, options: EngineOptions) -> Round
     drafter = None
     if manifest.draft:
         open_graph = partial(_open, path, options=options, sizes={**sizes, **fixed})
-        drafter = load_drafter(manifest.draft, open_graph, buffers, target)
+        drafter = load_drafter(manifest.draft, open_graph, buffers, target, path)
     return Rounds(buffers, target, drafter, AcceptStep(accept, buffers))
 
 

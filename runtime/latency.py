@@ -17,6 +17,7 @@ class LatencyProfile:
     accept_s: Mapping[int, float]  # by k, 0 …
     draft_s: float  # one step over one token
     draft_catch_up_s: float  # one step over two tokens
+    draft_start_s: float = 0.0  # of a round's drafts, however many
     overhead_s: float  # outside the engine, per round
     acceptance: float | None = None  # of a first draft, as measured at build; None: not measured
 
@@ -28,13 +29,15 @@ class LatencyProfile:
             accept_s=_table(report, "accept_s"),
             draft_s=_seconds(report, "draft_s"),
             draft_catch_up_s=_seconds(report, "draft_catch_up_s"),
+            draft_start_s=_seconds(report, "draft_start_s") if "draft_start_s" in report else 0.0,
             overhead_s=_seconds(report, "overhead_s"),
             acceptance=_share(report, "acceptance"),
         )
 
     def round_s(self, k: int) -> float:
         """A round with k drafts whose first step reads one token; k = 0 is plain decoding."""
-        return self.known_round_s(k) + k * self.draft_s
+        start_s = self.draft_start_s if k else 0.0
+        return self.known_round_s(k) + start_s + k * self.draft_s
 
     def known_round_s(self, k: int) -> float:
         """A round with k drafts that were known beforehand."""

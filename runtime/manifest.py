@@ -21,10 +21,12 @@ from .cards import ModelCard as ModelCard
 from .cards import ModelDraft as ModelDraft
 from .cards import NgramDraft as NgramDraft
 from .cards import NgramPlusDraft as NgramPlusDraft
+from .cards import RetokenizedDraft as RetokenizedDraft
 from .cards import unfit
 from .errors import BundleError
 
 SCHEMA = 3
+DRAFT_TOKENIZER = "draft_tokenizer.json"  # of a draft that has tokens of its own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +83,12 @@ class Manifest:
         return self.draft.model if self.draft else None
 
     @property
+    def retokenized(self) -> bool:
+        """Whether the draft model has tokens of its own."""
+        draft = self.draft.other if isinstance(self.draft, NgramPlusDraft) else self.draft
+        return isinstance(draft, RetokenizedDraft)
+
+    @property
     def feature_width(self) -> int:
         """Of the target's hidden states that the drafter reads; 0: none."""
         return self.draft.feature_width if self.draft else 0
@@ -90,6 +98,11 @@ class Manifest:
         """Width of q: the drafter's own vocabulary, else the target's."""
         size = self.draft.vocab_size if self.draft else None
         return self.target.vocab_size if size is None else size
+
+    @property
+    def _drafting(self) -> DraftCard | None:
+        """What drafts where a lookup finds nothing, or no lookup is."""
+        return self.draft.other if isinstance(self.draft, NgramPlusDraft) else self.draft
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=1, ensure_ascii=False) + "\n"

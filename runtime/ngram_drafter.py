@@ -2,8 +2,6 @@
 
 It needs no engine. q is one-hot, the draft's certain choice, so the rule that accepts and the draw
 of a recovered token are the same as for a model, and exact under sampling, too.
-
-Invariant: of `draft_probs` only the cells of the last proposal, `_hot`, differ from zero.
 """
 
 from __future__ import annotations
@@ -17,6 +15,7 @@ from .constraint import Constraint
 from .drafter import Proposal
 from .ngram_index import Match, NgramIndex
 from .offer import NO_OFFER, Offer
+from .one_hot import OneHotDrafts
 
 
 class NgramDrafter:
@@ -24,8 +23,7 @@ class NgramDrafter:
 
     def __init__(self, index: NgramIndex, buffers: RoundBuffers) -> None:
         self._index = index
-        self._buffers = buffers
-        self._hot: list[int] = []  # the token of each row of q
+        self._drafts = OneHotDrafts(buffers)
 
     @property
     def length(self) -> int:
@@ -51,12 +49,8 @@ class NgramDrafter:
 
     def propose(self, tokens: Sequence[int], k: int, constraint: Constraint) -> Proposal:
         start = perf_counter()
-        self._clear()
-        for token in self.offer(tokens, k).tokens:
-            if not constraint.open_row(len(self._hot)) or not constraint.drafted(token):
-                break
-            self._write(token)
-        return Proposal(num_drafted=len(self._hot), seconds=perf_counter() - start)
+        count = self._drafts.write(self.offer(tokens, k).tokens, constraint)
+        return Proposal(num_drafted=count, seconds=perf_counter() - start)
 
     def rollback(self, length: int) -> None:
         self._index.rollback(length)
@@ -64,15 +58,3 @@ class NgramDrafter:
     def _find(self, tokens: Sequence[int]) -> Match | None:
         self._index.extend(tokens[self._index.length :])
         return self._index.find()
-
-    def _write(self, token: int) -> None:
-        row = len(self._hot)
-        self._buffers.block[0, 2 + row] = token
-        self._buffers.draft_probs[0, row, token] = 1.0
-        self._hot.append(token)
-
-    def _clear(self) -> None:
-        """Zero what was set: a whole row of q is as long as the vocabulary."""
-        for row, token in enumerate(self._hot):
-            self._buffers.draft_probs[0, row, token] = 0.0
-        self._hot.clear()

@@ -4,8 +4,8 @@ Each keeps what it holds and its own q, one-hot or dense, so a round is exact wh
 The other one's cache falls behind while lookups commit; it catches up when it is next asked, and
 its offer says how much it has to read.
 
-Invariant: a lookup finds no row of `draft_probs` that the other one has written: it sets single
-cells and takes the rest for zero.
+Invariant: neither finds a row of `draft_probs` that the other one has written: who is certain sets
+single cells and takes the rest for zero.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class NgramPlus:
         self._lookup = lookup
         self._other = other
         self._buffers = buffers
-        self._written = 0  # rows of q that the other one may have written
+        self._last = other  # whose rows of q are there
 
     @property
     def length(self) -> int:
@@ -59,13 +59,16 @@ class NgramPlus:
         self._other.rollback(length)
 
     def _look_up(self, tokens: Sequence[int], k: int, constraint: Constraint) -> Proposal:
-        self._buffers.draft_probs[0, : self._written] = 0
-        self._written = 0
-        return self._lookup.propose(tokens, k, constraint)
+        return self._turn(self._lookup).propose(tokens, k, constraint)
 
     def _draft(self, tokens: Sequence[int], k: int, constraint: Constraint) -> Proposal:
-        self._written = max(self._written, k)
-        return self._other.propose(tokens, k, constraint)
+        return self._turn(self._other).propose(tokens, k, constraint)
+
+    def _turn(self, part: Drafter) -> Drafter:
+        if part is not self._last:
+            self._buffers.draft_probs.fill(0)
+            self._last = part
+        return part
 
 
 def is_sure(found: Offer) -> bool:

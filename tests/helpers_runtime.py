@@ -25,6 +25,7 @@ from export.accept_graph import accept_model
 from export.draft_tail import append_draft_sampling
 from runtime.contract import CacheSpec
 from runtime.manifest import (
+    DRAFT_TOKENIZER,
     SCHEMA,
     DraftCard,
     FileRecord,
@@ -34,6 +35,7 @@ from runtime.manifest import (
     ModelDraft,
     NgramDraft,
     NgramPlusDraft,
+    RetokenizedDraft,
 )
 from runtime.reference import accept, draft_sample
 from runtime.sampling import SamplingParams
@@ -170,17 +172,26 @@ def _last_row_only(model: ir.Model) -> None:
     logits.shape = ir.Shape(["batch", 1, logits.shape[2]])
 
 
-def byte_tokenizer(vocab: int) -> Tokenizer:
+def byte_tokenizer(
+    vocab: int,
+    *,
+    order: Sequence[int] = range(256),
+    merges: Sequence[tuple[str, str]] = (),
+) -> Tokenizer:
     """One token a byte, so that a character may span tokens; then <eos>, <bos> and fillers.
 
-    vocab: 258 at least; id 0 … 255 in the order of the byte alphabet, eos is 256, bos 257.
+    vocab: 258 at least; id 0 … 255 in the order of the byte alphabet, eos is 256, bos 257. order:
+    which byte has each of the first ids; merges: their tokens take the first fillers' places.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokens = [*alphabet, "<eos>", "<bos>", *(f"<extra{i}>" for i in range(vocab - 258))]
-    tokenizer = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=[]))
+    fillers = [*("".join(pair) for pair in merges), *(f"<extra{i}>" for i in range(vocab - 258))]
+    tokens = [*(alphabet[i] for i in order), "<eos>", "<bos>", *fillers[: vocab - 258]]
+    ids = {t: i for i, t in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab=ids, merges=list(merges)))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in tokens[256:]])
+    special = [t for t in tokens[256:] if t not in {a + b for a, b in merges}]
+    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in special])
     return tokenizer
 
 
@@ -204,18 +215,26 @@ def write_bundle(
     latency: dict[str, Any] | None = None,
     d2t: NDArray[Any] | None = None,
     lookup: NgramDraft | None = None,
+    tokenizers: tuple[Tokenizer, Tokenizer] | None = None,
 ) -> Path:
-    """A whole bundle on disk, as Decoder.load reads one; `lookup`: before a draft model."""
+    """A whole bundle on disk, as Decoder.load reads one.
+
+    lookup: before a draft model. tokenizers: the target's and its draft's, which differ.
+    """
     vocab = table.shape[1]
     (path / "onnx").mkdir(parents=True)
     save_target(path / "onnx" / "target.onnx", table, context)
     ir.save(
-        accept_model(vocab, d2t, draft_vocab_size=_draft_vocab(draft)),
+        accept_model(vocab, d2t, draft_vocab_size=None if tokenizers else _draft_vocab(draft)),
         path / "onnx" / "accept.onnx",
     )
     if isinstance(draft, np.ndarray):
-        save_draft(path / "onnx" / "draft.onnx", draft, context, d2t, vocab)
-    byte_tokenizer(max(vocab, VOCAB)).save(str(path / "tokenizer.json"))
+        known = draft.shape[1] if tokenizers else vocab
+        save_draft(path / "onnx" / "draft.onnx", draft, context, d2t, known)
+    own = tokenizers[0] if tokenizers else byte_tokenizer(max(vocab, VOCAB))
+    own.save(str(path / "tokenizer.json"))
+    if tokenizers:
+        tokenizers[1].save(str(path / DRAFT_TOKENIZER))
     (path / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     if d2t is not None:
         np.save(path / "d2t.npy", d2t)
@@ -226,8 +245,11 @@ def write_bundle(
         max_draft_tokens=max_draft_tokens if draft is not None else 0,
     )
     manifest = _manifest(path, vocab, draft, limits, eos)
-    if lookup is not None:
+    if tokenizers is not None:
         assert isinstance(manifest.draft, ModelDraft)
+        manifest = replace(manifest, draft=RetokenizedDraft(card=manifest.draft.card))
+    if lookup is not None:
+        assert isinstance(manifest.draft, ModelDraft | RetokenizedDraft)
         manifest = replace(manifest, draft=NgramPlusDraft(ngram=lookup, other=manifest.draft))
     (path / "manifest.json").write_text(manifest.to_json())
     if latency:

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from helpers_eagle import write_eagle_bundle
 from helpers_medusa import write_medusa_bundle
-from helpers_runtime import near_table, reference_greedy, write_bundle
+from helpers_runtime import VOCAB, byte_tokenizer, near_table, reference_greedy, write_bundle
 from numpy.typing import NDArray
 
 from export.certificates import frequency
@@ -38,6 +38,7 @@ from runtime.manifest import (
     ModelDraft,
     NgramDraft,
     NgramPlusDraft,
+    RetokenizedDraft,
 )
 from runtime.outcome import Outcome
 from runtime.round import Rounds
@@ -87,12 +88,21 @@ def _ngram_plus(path: Path) -> Path:
     return write_bundle(path, TABLE, draft, context=CONTEXT, eos=(), lookup=lookup)
 
 
+def _retokenized(path: Path) -> Path:
+    """Token i of the draft is byte 7 - i, of the first eight."""
+    order = [*reversed(range(TOKENS)), *range(TOKENS, 256)]
+    names = byte_tokenizer(VOCAB), byte_tokenizer(VOCAB, order=order)
+    draft = np.ascontiguousarray(near_table(TABLE, 0.6)[:, ::-1])
+    return write_bundle(path, TABLE, draft, context=CONTEXT, eos=(), tokenizers=names)
+
+
 #: the registry's kinds, each with a bundle of it
 BUNDLES: dict[type, Callable[[Path], Path]] = {
     ModelDraft: _model,
     NgramDraft: _ngram,
     EagleDraft: _eagle,
     MedusaDraft: _medusa,
+    RetokenizedDraft: _retokenized,
     NgramPlusDraft: _ngram_plus,
 }
 KINDS = typing.get_args(DraftCard)

@@ -114,6 +114,7 @@ def check_comparable(reference: Bundle, bundle: Bundle) -> None:
     for side in (bundle, reference):
         if not isinstance(side.manifest.draft, ModelDraft):
             raise BundleError(
-                f"{side.path}: received a bundle without a draft model. Expected a target and a "
-                "draft, whose acceptance can be compared; rebuild it with --draft DIR."
+                f"{side.path}: received a bundle without a draft model of the target's "
+                "tokens. Expected a target and a draft, whose acceptance can be compared; rebuild "
+                "it with --draft DIR."
             )
