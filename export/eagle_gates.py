@@ -109,7 +109,7 @@ def _eager_rows(
         count = states.shape[1]
         ids = torch.tensor([list(tokens[1 : 1 + count])])
         logits, own = module(ids, states, torch.arange(count)[None])
-        found.append(torch.log_softmax(logits[0, 0], -1).numpy())
+        found.append(_log(torch.softmax(logits[0, 0], -1).numpy()))
         states = torch.cat([states, own[:, -1:]], dim=1)
     return np.stack(found)
 
@@ -145,6 +145,11 @@ def _graph_rows(
         for i in range(OWN_STEPS):
             rows.append(graph.step([tokens[1 + pairs + i]], graph.state))
     q = np.stack(rows) if shape.columns is None else np.stack(rows)[:, shape.columns]
+    return _log(q)
+
+
+def _log(q: Array) -> Array:
+    """With a floor: what f32 can't tell from 0 isn't compared."""
     return np.log(q + np.float32(1e-30))
 
 

@@ -7,13 +7,14 @@ the target's.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_checkpoints import llama_config, save
+from tiny_checkpoints import VOCAB, llama_config, save
 from tiny_heads import (
     HIDDEN,
     State,
@@ -29,10 +30,14 @@ from tiny_heads import (
     write_head,
 )
 
+from export import build as build_module
+from export import graphs
 from export.build import BuildRequest, build
 from export.certificates.contract import certify
 from runtime import Decoder, SamplingParams
 from runtime.bundle import Bundle
+from runtime.errors import GateFailed
+from runtime.manifest import EagleDraft, NgramPlusDraft
 
 LAYERS, CONTEXT = 7, 96
 PROMPT = "the quick brown fox and the lazy dog"
@@ -118,8 +123,77 @@ def test_a_bundle_of_each_layout(
     assert certificate.status == "passed", certificate.reason
     with Decoder.load(bundle.path, threads=1) as decoder:
         for params in (SamplingParams(max_tokens=24), SamplingParams(temperature=1, seed=3)):
-            drafted = decoder.generate(PROMPT, params, num_draft_tokens=3)
+            drafted = decoder.generate(PROMPT, params, num_draft_tokens=2)
             assert drafted.stats.num_draft_tokens > 0
         plain = decoder.generate(PROMPT, SamplingParams(max_tokens=24), num_draft_tokens=0)
-        drafted = decoder.generate(PROMPT, SamplingParams(max_tokens=24), num_draft_tokens=3)
+        drafted = decoder.generate(PROMPT, SamplingParams(max_tokens=24), num_draft_tokens=2)
     assert drafted.token_ids == plain.token_ids
+
+
+def test_a_lookup_before_a_head(kept_traces: None, target: Path, tmp_path: Path) -> None:
+    """q is over the target's vocabulary then, though the head knows some tokens alone."""
+    head = tmp_path / "head"
+    head.mkdir()
+    write_head(head, LAYOUTS[0].config, LAYOUTS[0].state(), LAYOUTS[0].file)
+    request = BuildRequest(
+        target=str(target),
+        draft=f"ngram+{head}",
+        out=tmp_path / "bundle",
+        precision="fp32",
+        max_context=CONTEXT,
+        max_draft_tokens=4,
+    )
+    bundle = Bundle.load(build(request))
+    assert bundle.manifest.draft_vocab_size == VOCAB
+    assert isinstance(bundle.manifest.draft, NgramPlusDraft)
+    assert isinstance(bundle.manifest.draft.other, EagleDraft)
+    assert certify(bundle).status == "passed"
+    with Decoder.load(bundle.path, threads=1) as decoder:
+        params = SamplingParams(max_tokens=24)
+        plain = decoder.generate(PROMPT * 2, params, num_draft_tokens=0)
+        drafted = decoder.generate(PROMPT * 2, params, num_draft_tokens=3)
+    assert drafted.token_ids == plain.token_ids
+
+
+@pytest.mark.parametrize("off", [-1, 1])
+def test_a_tap_that_is_off_by_one_fails_the_gate(
+    kept_traces: None, target: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, off: int
+) -> None:
+    """The planted fault: the traced graph takes the neighbour's state."""
+    head = tmp_path / "head"
+    head.mkdir()
+    write_head(head, LAYOUTS[0].config, LAYOUTS[0].state(), LAYOUTS[0].file)
+    made = graphs.trace_decoder
+
+    def shifted(*args: Any, taps: tuple[int, ...] = (), **options: Any) -> Any:
+        return made(*args, taps=tuple(tap + off for tap in taps), **options)
+
+    monkeypatch.setattr(graphs, "trace_decoder", shifted)
+    request = BuildRequest(
+        target=str(target),
+        draft=str(head),
+        out=tmp_path / "bundle",
+        precision="fp32",
+        max_context=CONTEXT,
+    )
+    with pytest.raises(GateFailed, match="gate features: state 2"):
+        build(request)
+    assert [path.name for path in tmp_path.iterdir()] == ["head"]
+
+
+def test_a_draft_that_fits_nothing_is_told(
+    kept_traces: None,
+    target: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What no file shows."""
+    monkeypatch.setattr(build_module, "measure", lambda *_: {"acceptance": 0.0})
+    with caplog.at_level(logging.WARNING):
+        bundle = built(LAYOUTS[0], target, tmp_path, "int8")
+    (warning,) = [r.getMessage() for r in caplog.records if "first drafts" in r.getMessage()]
+    assert "0 % of first drafts" in warning
+    assert "states [" in warning
+    assert bundle.manifest.draft is not None
+    assert bundle.manifest.draft.name in warning
