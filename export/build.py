@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from engines.external_data import WeightStore
+from runtime.bundle import Bundle
+from runtime.bundle_files import record_files
 from runtime.errors import BuildError, OutriderError
 from runtime.manifest import SCHEMA, FileRecord, Gate, Limits, Manifest
 from runtime.text import Text
@@ -21,10 +23,12 @@ from .checkpoint import Checkpoint, open_checkpoint
 from .draft_plan import DraftPlan, WrittenDraft
 from .drafters import DraftRequest, open_drafter
 from .features import refuse_unproven, refuse_unsupported
+from .fidelity_gate import FidelityGate
 from .gate_graph import GateGraph
 from .graphs import WrittenGraph, write_accept, write_target
 from .limits import check_batch, check_draft_tokens, target_context
 from .model_card import model_card
+from .model_draft import ModelDraftPlan
 from .precision import Precision, precision
 from .profile import measure, versions
 
@@ -60,6 +64,7 @@ class BuildRequest:
     skip_layers: str | None = None  # of --draft layer-skip alone
     search_seconds: float | None = None
     retokenize: bool = False  # a draft of another tokenizer
+    gate: FidelityGate | None = None  # None: how far it is from a reference isn't judged
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +91,8 @@ def build(request: BuildRequest, progress: Progress = lambda _: None) -> Path:
     plan = _plan(request)
     with BundleWriter(request.out) as writer:
         manifest = _fill(plan, writer.directory, progress)
+        if request.gate is not None:
+            manifest = _gated(request, manifest, writer.directory, progress)
         progress("hashing and moving into place")
         return writer.finish(lambda files: _with_files(manifest, files))
 
@@ -104,6 +111,11 @@ def _plan(request: BuildRequest) -> _Plan:
     draft = open_drafter(_draft_request(request), target, context=context, target_precision=chosen)
     refuse_unsupported(target.config, context)
     refuse_unproven(target.config, target.eager_bytes(), gates.available_bytes())
+    if request.gate is not None and not isinstance(draft, ModelDraftPlan):
+        raise BuildError(
+            f"--gate: received --draft {request.draft or 'none'}. Expected a draft model, whose "
+            "acceptance can be compared with the reference's; build without --gate."
+        )
     k = check_draft_tokens(request.max_draft_tokens, draft.context) if draft else 0
     if draft and draft.most_drafts is not None:
         k = min(k, draft.most_drafts)
@@ -113,6 +125,18 @@ def _plan(request: BuildRequest) -> _Plan:
         precision=chosen,
         limits=Limits(max_batch=batch, max_context=context, max_draft_tokens=k),
     )
+
+
+def _gated(
+    request: BuildRequest, manifest: Manifest, directory: Path, progress: Progress
+) -> Manifest:
+    """The manifest with the comparison's gate. Raises GateFailed."""
+    assert request.gate is not None
+    assert request.draft is not None  # or it is refused before
+    progress("comparing with the reference")
+    bundle = Bundle.described(directory, _with_files(manifest, record_files(directory)))
+    gate = request.gate.check(bundle, request.target, request.draft, progress)
+    return replace(manifest, gates=(*manifest.gates, gate))
 
 
 def _draft_request(request: BuildRequest) -> DraftRequest:

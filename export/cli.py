@@ -88,6 +88,19 @@ def build(
             help="A draft whose tokenizer isn't the target's: its text is proposed; slower.",
         ),
     ] = False,
+    gate: Annotated[
+        bool,
+        typer.Option("--gate", help="Compare with the checkpoints; fail where it is too far."),
+    ] = False,
+    gate_reference: Annotated[
+        str | None, typer.Option(help="Of --gate: a bundle; default: the checkpoints in fp32.")
+    ] = None,
+    max_acceptance_drop: Annotated[
+        float | None, typer.Option(help="Of --gate: most that acceptance may fall; default: 0.02.")
+    ] = None,
+    max_kl: Annotated[
+        float | None, typer.Option(help="Of --gate: most KL, nats a token; default: 0.05.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The result as one JSON line.")] = False,
 ) -> None:
     """Build a bundle: trace, lower, quantize, check, measure. Nothing is left if it fails."""
@@ -95,6 +108,7 @@ def build(
 
     from .build import BuildRequest
     from .build import build as run
+    from .fidelity_gate import fidelity_gate
     from .inspect import as_json as described
 
     request = BuildRequest(
@@ -113,6 +127,9 @@ def build(
         skip_layers=skip_layers,
         search_seconds=search_seconds,
         retokenize=retokenize,
+        gate=fidelity_gate(
+            asked=gate, reference=gate_reference, drop=max_acceptance_drop, kl=max_kl
+        ),
     )
     console = Console(stderr=True)
     path = run(request, progress=lambda text: console.print(f"· {text}", highlight=False))

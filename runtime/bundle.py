@@ -60,6 +60,14 @@ class Bundle:
         _check_backend(manifest)
         if verify:
             verify_digests(path, manifest.files)
+        return cls.described(path, manifest)
+
+    @classmethod
+    def described(cls, path: Path, manifest: Manifest) -> Bundle:
+        """Read the small files of what `manifest` describes, without checking anything else.
+
+        For a bundle that is being built, and has no manifest on disk yet. Raises BundleError.
+        """
         return cls(
             path=path,
             manifest=manifest,
