@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from shutil import copytree
 
 import numpy as np
 import pytest
 import tokenizers
+import torch
+from helpers_build import target_model
 from helpers_runtime import (
     BOS,
     EOS,
@@ -20,7 +24,12 @@ from helpers_runtime import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_checkpoints import tokenizer, tokens
+from transformers import PreTrainedModel
+from typer.testing import CliRunner
 
+from export.certificates import contract
+from export.cli import app
 from runtime import Decoder, Grammar, SamplingParams
 from runtime.bundle import Bundle
 from runtime.draft_text import LIVE_CHARS, TAIL_CHARS, DraftText
@@ -377,9 +386,6 @@ def test_the_start_of_a_draft_counts_once_a_round() -> None:
 
 
 def test_a_bundle_without_the_drafts_tokenizer_is_refused(bundle: Path, tmp_path: Path) -> None:
-    from dataclasses import replace
-    from shutil import copytree
-
     path = copytree(bundle, tmp_path / "bundle")
     (path / "draft_tokenizer.json").unlink()
     manifest = Bundle.load(bundle).manifest
@@ -387,3 +393,74 @@ def test_a_bundle_without_the_drafts_tokenizer_is_refused(bundle: Path, tmp_path
     (path / "manifest.json").write_text(replace(manifest, files=files).to_json())
     with pytest.raises(BundleError, match=r"files missing: \['draft_tokenizer\.json'\]"):
         Bundle.load(path)
+
+
+# A real build
+
+
+def talkative() -> PreTrainedModel:
+    """The tiny target, which says nothing but letters that its tokenizer never joins."""
+    model = target_model()
+    letters = [tokens().index(letter) for letter in "bcfgijklmopqrsuvwxyz"]
+    weight = model.get_input_embeddings().weight.data
+    weight[[i for i in range(len(weight)) if i not in letters]] = 0
+    return model
+
+
+@pytest.fixture(scope="module")
+def foreign(build_root: Path, tiny_target: Path) -> tuple[Path, Path]:
+    """A target, and the same model with its tokens in another order."""
+    target = Path(copytree(tiny_target, build_root / "talkative"))
+    model = talkative()
+    model.save_pretrained(target)
+    draft = Path(copytree(target, build_root / "permuted"))
+    names = tokens()
+    order = np.random.default_rng(1).permutation(len(names))
+    tokenizer([names[i] for i in order]).save(str(draft / "tokenizer.json"))
+    weight = model.get_input_embeddings().weight.data
+    weight[: len(names)] = weight[: len(names)][torch.from_numpy(order)].clone()
+    model.save_pretrained(draft)
+    return target, draft
+
+
+@pytest.fixture(scope="module")
+def built(kept_traces: None, build_root: Path, foreign: tuple[Path, Path]) -> Path:
+    """By the command line."""
+    target, draft = foreign
+    out = build_root / "retokenized"
+    arguments = ["build", "--target", str(target), "--draft", str(draft), "--retokenize"]
+    options = ["--precision", "fp32", "-k", str(MOST), "--out", str(out)]
+    result = CliRunner().invoke(app, [*arguments, *options])
+    assert result.exit_code == 0, result.output
+    return out
+
+
+def test_a_model_with_its_tokens_in_another_order_is_accepted(built: Path) -> None:
+    """What the two say is the same text, so all is accepted but nothing is cut off by k."""
+    with Decoder.load(built, threads=1) as decoder:
+        plain = decoder.generate("kim polo", SamplingParams(max_tokens=60), num_draft_tokens=0)
+        for k in (1, MOST):
+            found = decoder.generate("kim polo", SamplingParams(max_tokens=60), num_draft_tokens=k)
+            assert found.token_ids == plain.token_ids
+            assert found.stats.acceptance_rate == 1.0
+            assert found.stats.num_plain_steps == 0
+    assert len(set(plain.text)) > 3
+
+
+def test_what_a_build_writes_of_it(built: Path, foreign: tuple[Path, Path]) -> None:
+    bundle = Bundle.load(built)
+    card = bundle.manifest.draft
+    assert isinstance(card, RetokenizedDraft)
+    assert card.name == "permuted, in its own tokens"
+    assert bundle.manifest.draft_model == card.card
+    assert bundle.manifest.draft_vocab_size == bundle.manifest.target.vocab_size
+    assert {gate.status for gate in bundle.manifest.gates} == {"passed"}
+    own = tokenizers.Tokenizer.from_file(str(foreign[1] / "tokenizer.json")).get_vocab()
+    saved = tokenizers.Tokenizer.from_file(str(built / "draft_tokenizer.json")).get_vocab()
+    assert saved == own
+    profile = LatencyProfile.from_report(bundle.latency or {})
+    assert profile.draft_s > 5e-5  # a step of the graph
+    assert profile.draft_start_s > 0
+    assert contract.certify(bundle).status == "passed"
+    shown = CliRunner().invoke(app, ["inspect", str(built)])
+    assert "retokenized: permuted, in its own tokens" in shown.stdout
