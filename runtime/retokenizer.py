@@ -36,7 +36,8 @@ class Retokenizer:
     def tail(self, tokens: Sequence[int]) -> Tail | None:
         """The longest one, up to WINDOW tokens, that its own text stands for; None: none does.
 
-        Behind a special token a text begins anew.
+        Behind a special token a text begins anew. Lone bytes are only taken for the beginning of a
+        character where the text begins with them.
         """
         last = list(tokens[-WINDOW:])
         special = [i for i, token in enumerate(last) if token in self._tokenizer.special]
@@ -44,7 +45,9 @@ class Retokenizer:
         if not last:
             return Tail(ids=[], text="")
         tails = (self._read(last[start:]) for start in range(len(last)))
-        return next((tail for tail in tails if tail is not None), None)
+        found = next((tail for tail in tails if tail is not None), None)
+        begins = found is not None and len(found.ids) == len(last)
+        return found if found is not None and (found.text or begins) else None
 
     def following(self, tail: Tail, text: str) -> list[int] | None:
         """The tokens of `text` behind the tail; None where they would change it."""
@@ -53,7 +56,7 @@ class Retokenizer:
 
     def _read(self, ids: list[int]) -> Tail | None:
         whole = self._tokenizer.decode(ids)
-        text = whole.rstrip(REPLACEMENT)
+        text = whole.removesuffix(REPLACEMENT)
         again = self._tokenizer.encode(text)
         missing = len(ids) - len(again)
         most = CHARACTER_TOKENS if text != whole else 0

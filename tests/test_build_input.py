@@ -245,8 +245,39 @@ def test_draft_with_another_vocabulary(tiny_target: Path, tmp_path: Path, out: P
     draft = other_tokens(tmp_path / "draft", rows=VOCAB + 12, token_7="<other>")
     message = refused(out, "--target", str(tiny_target), "--draft", str(draft))
     index = tokens().index("<pad7>")
-    for part in (f"{VOCAB + 12} rows", f"{VOCAB} rows", f"token {index} is '<other>'", "'<pad7>'"):
+    rows = (f"{VOCAB + 12} rows", f"{VOCAB} rows")
+    for part in (*rows, f"token {index} is '<other>'", "'<pad7>'", "build with --retokenize"):
         assert part in message
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["the target itself", "distilled from it"])
+def test_nothing_to_retokenize(tiny_target: Path, tiny_draft: Path, out: Path, own: bool) -> None:
+    draft = tiny_target if own else tiny_draft
+    message = refused(out, "--target", str(tiny_target), "--draft", str(draft), "--retokenize")
+    assert f"--retokenize: received {draft.name}, which speaks the tokens of" in message
+    assert "build without --retokenize" in message
+
+
+@pytest.mark.parametrize("draft", ["ngram", "none"])
+def test_a_lookup_has_nothing_to_retokenize(tiny_target: Path, out: Path, draft: str) -> None:
+    message = refused(out, "--target", str(tiny_target), "--draft", draft, "--retokenize")
+    assert "--retokenize: received it without its drafter. Expected --draft PATH" in message
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (remove("tokenizer.json"), "received no readable tokenizer"),
+        (configure(vocab_size=270), "received a tokenizer with token 279. Expected tokens below"),
+    ],
+)
+def test_a_draft_whose_text_cannot_be_read(
+    tiny_target: Path, tmp_path: Path, out: Path, spoil: Spoil, message: str
+) -> None:
+    draft = other_tokens(tmp_path / "draft", rows=VOCAB, token_7="<other>")
+    spoil(draft)
+    given = ["--target", str(tiny_target), "--draft", str(draft), "--retokenize"]
+    assert message in refused(out, *given)
 
 
 def test_draft_with_a_padded_vocabulary_is_tolerated(
