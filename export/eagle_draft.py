@@ -16,6 +16,7 @@ from .draft_vocabulary import DraftVocabulary, QOver
 from .eagle_gates import QShape, head_parity
 from .eagle_graph import write_fuse, write_head
 from .eagle_head import EagleHead, open_eagle
+from .features import refuse_unsupported
 from .gate_graph import GateGraph
 from .graphs import WrittenGraph
 from .limits import draft_context
@@ -47,12 +48,14 @@ class EagleDraftPlan:
     ) -> Self:
         """Raises CheckpointError where it doesn't fit the target, BuildError for its context."""
         head = open_eagle(source, target)
+        context = draft_context(target_context, head.config, head.name)
+        refuse_unsupported(head.config, context)
         return cls(
             head=head,
             target=target,
             precision=precision,
             target_context=target_context,
-            context=draft_context(target_context, head.config, head.name),
+            context=context,
             q_over=q_over,
         )
 

@@ -102,13 +102,11 @@ class _Layer(nn.Module):
         self.self_attn = family.attention(config, layer_idx=0)
         self.mlp = family.mlp(config)
         self.post_attention_layernorm = _norm(config)
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            setattr(self.self_attn, name, _projection(head, f"layers.0.self_attn.{name}"))
         self.joins = head.version == 3
         if self.joins:
             self.input_layernorm, self.hidden_norm = _norm(config), _norm(config)
-            for name in ("q_proj", "k_proj", "v_proj"):
-                one = getattr(self.self_attn, name)
-                wide = nn.Linear(2 * config.hidden_size, one.out_features, one.bias is not None)
-                setattr(self.self_attn, name, wide)
         elif "layers.0.input_layernorm.weight" in head.shapes():
             self.input_layernorm = _norm(config)
 
@@ -123,6 +121,13 @@ class _Layer(nn.Module):
         x, _ = self.self_attn(hidden_states=x, position_embeddings=rotary, attention_mask=mask)
         x = residual + x
         return x + self.mlp(self.post_attention_layernorm(x))
+
+
+def _projection(head: EagleHead, name: str) -> nn.Linear:
+    """As wide, and with a bias or not, as the head has it: its configuration says it in part."""
+    shapes = head.shapes()
+    out_features, features = shapes[f"{name}.weight"]
+    return nn.Linear(features, out_features, bias=f"{name}.bias" in shapes)
 
 
 class FuseModule(nn.Module):

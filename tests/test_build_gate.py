@@ -50,9 +50,9 @@ def test_within_the_limits_the_report_is_in_the_bundle(request_with_gate: BuildR
     assert {path.name for path in folder.iterdir()} == {"compare.json", "compare.html"}
     report = json.loads((folder / "compare.json").read_text())
     found = {c["temperature"]: c for c in report["cells"] if c["category"] == "all"}
-    assert gate.figures["kl_at_0"] == found["0"]["drift"]["kl"]["value"] > 0
-    change = found["1"]["differences"]["both"]["value"]
-    assert gate.figures["acceptance_change_at_1"] == change
+    assert gate.figures["kl_at_0.0"] == found[0.0]["drift"]["kl"]["value"] > 0
+    change = found[1.0]["differences"]["both"]["value"]
+    assert gate.figures["acceptance_change_at_1.0"] == change
 
 
 def test_beyond_a_limit_nothing_is_left(request_with_gate: BuildRequest) -> None:
