@@ -23,7 +23,7 @@ from helpers_medusa import write_medusa_bundle
 from helpers_runtime import VOCAB, byte_tokenizer, near_table, reference_greedy, write_bundle
 from numpy.typing import NDArray
 
-from export.certificates import frequency
+from export.certificates import frequency, greedy
 from export.certificates.target_rows import TargetRows
 from runtime import Decoder, SamplingParams
 from runtime.bundle import Bundle
@@ -317,6 +317,14 @@ def test_the_context_ends_a_text_without_a_row_beyond_it(decoder: Decoder, k: in
     assert list(result.token_ids) == reference_greedy(TABLE, PROMPT, CONTEXT - len(PROMPT))
     nearly_full = decoder.generate([*PROMPT * 10, 1, 2, 3], num_draft_tokens=k)
     assert len(nearly_full.token_ids) == CONTEXT - 93
+
+
+def test_greedy_certificate(bundle: Path) -> None:
+    options = EngineOptions(threads=1, spin=False)
+    rows = TargetRows(load_rounds(bundle, Bundle.load(bundle).manifest, options), CONTEXT)
+    prompts = [PROMPT[:n] for n in range(2, len(PROMPT) + 1)]
+    found = greedy.certify(rows, prompts, 2)
+    assert found.status == "passed", found.reason
 
 
 def test_frequencies_are_the_targets(decoder: Decoder, bundle: Path) -> None:
