@@ -170,6 +170,22 @@ def test_quantized_layers_multiply_by_the_rounded_weights(packed: bool) -> None:
     np.testing.assert_allclose(found_k, X @ INT8.rounded(random(16, 32)).T + random(16), atol=1e-4)
 
 
+def test_a_layer_behind_a_layer_reads_the_quantized_one() -> None:
+    """With no operator between them, as the fusion of an EAGLE-1 head and its projections."""
+    first, second = random(64, 32), random(16, 64)
+    model = graph_of(
+        """g (float[1,s,32] x, float[64,32] a, float[16,64] b) => (float[1,s,16] y)
+        { at = Transpose<perm=[1,0]>(a)  h = MatMul(x, at)
+          bt = Transpose<perm=[1,0]>(b)  y = MatMul(h, bt) }""",
+        {"a": first, "b": second},
+    )
+    _quantized_pass()(model)
+    assert operators(model) == {"MatMulNBits": 2}
+    (found,) = run(model, {"x": X})
+    expected = X @ INT8.rounded(first).T @ INT8.rounded(second).T
+    np.testing.assert_allclose(found, expected, atol=1e-3)
+
+
 def test_an_embedding_is_quantized() -> None:
     table = random(40, 32)
     model = graph_of(
