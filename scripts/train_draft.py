@@ -1,32 +1,35 @@
 #!/usr/bin/env python
-"""Distil a small draft for a target from text which the target wrote.
+"""Distil a small drafter for a target from text which the target wrote.
 
     python scripts/train_draft.py --target SmolLM2-135M-Instruct.Q4_1.gguf \\
         --text smollm2_selfgen.jsonl.xz --out examples/smollm2-draft --epochs 2
 
-The target first labels the text (``--work`` keeps the labels), then the draft is fitted to the
+The target first labels the text (``--work`` keeps the labels), then the drafter is fitted to the
 labels and measured on held-out conversations. Both phases go on where a killed run stopped.
-Progress goes to stderr; the last line of stdout is the result.
+``--kind`` says what is made: a small model of the target's own layers, an EAGLE-3 head, or Medusa
+heads. Progress goes to stderr; the last line of stdout is the result.
 """
 
 import json
-import math
-from dataclasses import dataclass
+from collections.abc import Sequence
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
 import torch
 import typer
-from draft_training.errors import StateError, TrainDraftError
-from draft_training.evaluate import Figures, evaluate
-from draft_training.export import Story, check_out, export
-from draft_training.labels import LabelPlan, file_sha256, label, load_held_out
-from draft_training.student import Student, check_layers, choose_layers
-from draft_training.target import load_target, special_ids
-from draft_training.text import Split, check_ids, draft_vocabulary, read_conversations, split
-from draft_training.training import Report, Trainer, TrainOptions, batches
+from draft_training.chain_figures import ChainFigures
+from draft_training.eagle import HeadShape
+from draft_training.errors import TrainDraftError
+from draft_training.evaluate import Figures
+from draft_training.export import Story, check_out
+from draft_training.features import store_features, taps
+from draft_training.job import Job, prepare
+from draft_training.labels import label
+from draft_training.recipes import Run, make_eagle, make_medusa, make_model
+from draft_training.student import check_layers, choose_layers
+from draft_training.training import Cursor, Report, TrainOptions
 from rich.console import Console
 from rich.progress import Progress
 from transformers import PreTrainedModel
@@ -35,73 +38,20 @@ console = Console(stderr=True)
 app = typer.Typer(add_completion=False)
 
 
+class Kind(StrEnum):
+    """What to make."""
+
+    MODEL = "model"
+    EAGLE3 = "eagle3"
+    MEDUSA = "medusa"
+
+
 class Phase(StrEnum):
     """What to do; two ``label`` shards and a ``train`` may run side by side."""
 
     ALL = "all"
     LABEL = "label"
     TRAIN = "train"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """One run's inputs, read and checked."""
-
-    target: PreTrainedModel
-    split: Split
-    vocabulary: np.ndarray  # [D] i64
-    plan: LabelPlan
-    layer_ids: tuple[int, ...]
-    work: Path
-
-
-def prepare(
-    target: Path,
-    text: Path,
-    work: Path,
-    *,
-    layers: int,
-    layer_ids: str | None,
-    draft_vocab: int,
-    held_out: int,
-    chunk: int,
-    conversations: int | None,
-    seed: int,
-) -> Job:
-    """Read and check every input before any work is done."""
-    rows = read_conversations(text)
-    model = load_target(target)
-    vocab, total = model.config.vocab_size, model.config.num_hidden_layers
-    check_ids(rows, vocab)
-    chosen = (
-        choose_layers(total, layers)
-        if layer_ids is None
-        else check_layers(total, _parse_ids(layer_ids))
-    )
-    parts = split(rows, seed=seed, held_out=held_out, chunk=chunk)
-    vocabulary = draft_vocabulary(
-        (row for rows_ in parts.chunks for row in rows_),
-        vocab=vocab,
-        size=draft_vocab,
-        always=special_ids(model),
-    )
-    plan = LabelPlan(
-        target_sha256=file_sha256(target),
-        text_sha256=file_sha256(text),
-        seed=seed,
-        held_out=held_out,
-        chunk=chunk,
-        draft_vocab=draft_vocab,
-    )
-    plan.claim(work)
-    return Job(
-        target=model,
-        split=parts.first(conversations),
-        vocabulary=vocabulary,
-        plan=plan,
-        layer_ids=chosen,
-        work=work,
-    )
 
 
 def _parse_ids(text: str) -> list[int]:
@@ -124,49 +74,48 @@ def parse_shard(text: str) -> tuple[int, int]:
     return int(index), int(count)
 
 
-def run_labels(job: Job, shard: tuple[int, int]) -> None:
-    """Label this shard behind a progress bar."""
+def chosen_layers(target: PreTrainedModel, layers: int, layer_ids: str | None) -> tuple[int, ...]:
+    """The layers of a draft model, as the two options say."""
+    total = target.config.num_hidden_layers
+    return (
+        choose_layers(total, layers)
+        if layer_ids is None
+        else check_layers(total, _parse_ids(layer_ids))
+    )
+
+
+def check_target(target: PreTrainedModel, kind: Kind) -> None:
+    """Refuse a target which this kind of head can't read, before hours are spent on it."""
+    if kind is not Kind.MODEL:
+        taps(target.config.num_hidden_layers)
+    if kind is Kind.EAGLE3:
+        HeadShape.of(target.config)
+
+
+def run_labels(job: Job, shard: tuple[int, int], kind: Kind) -> None:
+    """Label this shard behind a progress bar; shard 0 makes the features as well."""
+    chunks, held_out = job.split.chunks, job.split.held_out
     with Progress(console=console) as bar:
         task = bar.add_task("label")
         label(
             job.target,
-            job.split.chunks,
-            job.split.held_out,
+            chunks,
+            held_out,
             job.vocabulary,
             work=job.work,
             shard=shard,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
-
-
-def run_training(
-    job: Job, options: TrainOptions, minutes: float | None, start: Path | None
-) -> Trainer:
-    """Fit the draft; a ``minutes`` stop keeps the state and asks for another run."""
-    torch.manual_seed(options.seed)
-    vocabulary = torch.from_numpy(job.vocabulary)
-    student = Student(job.target, job.layer_ids, vocabulary)
-    if start is not None:
-        student.begin_from(start, vocabulary)
-    trainer = Trainer(student, options, state=job.work / "train.pt")
-    sizes = [len(chunk) for chunk in job.split.chunks]
-    finished = trainer.run(
-        batches(job.work, sizes, options),
-        report=Printer(every=50),
-        stop_after_s=math.inf if minutes is None else minutes * 60,
-    )
-    if not finished:
-        raise StateError(
-            f"--minutes: received {minutes}, up after step {trainer.cursor.step}. Expected time "
-            "for the planned --epochs; run the same command with more minutes to go on."
+        if kind is Kind.MODEL or shard[0]:
+            return
+        task = bar.add_task("features")
+        store_features(
+            job.target,
+            chunks,
+            held_out,
+            work=job.work,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
-    return trainer
-
-
-def start_sha256(start: Path | None) -> str:
-    """What a resumed run compares; an unreadable draft is refused when it's opened."""
-    weights = None if start is None else start / "model.safetensors"
-    return file_sha256(weights) if weights and weights.is_file() else ""
 
 
 class Printer:
@@ -179,20 +128,27 @@ class Printer:
         self.pending.append(report)
         if report.step % self.every:
             return
-        loss, overlap = (
-            sum(getattr(r, name) for r in self.pending) / len(self.pending)
-            for name in ("loss", "overlap")
-        )
+        count = len(self.pending)
+        loss = sum(r.loss for r in self.pending) / count
+        steps = zip(*(r.overlaps for r in self.pending), strict=True)
+        overlaps = " ".join(f"{sum(step) / count:.4f}" for step in steps)
         console.print(
             f"step {report.step} ({report.progress:.1%}, {report.elapsed_s / 60:.1f} min): "
-            f"loss {loss:.4f}, overlap {overlap:.4f}, lr {report.lr:.2e}",
+            f"loss {loss:.4f}, overlap {overlaps}, lr {report.lr:.2e}",
             highlight=False,
         )
         self.pending.clear()
 
 
 def tell(
-    job: Job, trainer: Trainer, *, target: Path, text: Path, command: str, licence: str
+    job: Job,
+    cursor: Cursor,
+    *,
+    epochs: float,
+    target: Path,
+    text: Path,
+    command: str,
+    licence: str,
 ) -> Story:
     """What the model card says of this run."""
     rows = [row for chunk in job.split.chunks for row in chunk]
@@ -204,9 +160,9 @@ def tell(
         target_sha256=job.plan.target_sha256,
         conversations=len(rows),
         tokens=sum(map(len, rows)),
-        steps=trainer.cursor.step,
-        epochs=trainer.options.epochs,
-        train_minutes=trainer.cursor.elapsed_s / 60,
+        steps=cursor.step,
+        epochs=epochs,
+        train_minutes=cursor.elapsed_s / 60,
         threads=torch.get_num_threads(),
         licence=licence,
     )
@@ -241,6 +197,9 @@ def main(
         Path, typer.Option(help="Conversations the target wrote: .jsonl or .jsonl.xz.")
     ],
     out: Annotated[Path, typer.Option(help="Directory to write; must be new or empty.")],
+    kind: Annotated[
+        Kind, typer.Option(help="Draft model, EAGLE-3 head, Medusa heads.")
+    ] = Kind.MODEL,
     layers: Annotated[int, typer.Option(help="Layers to keep: half from each end.")] = 4,
     layer_ids: Annotated[str | None, typer.Option(help="Layers to keep, as 0,1,28,29.")] = None,
     draft_vocab: Annotated[int, typer.Option(help="Tokens the draft can propose.")] = 6144,
@@ -262,6 +221,7 @@ def main(
 ) -> None:
     """Distil a small draft for TARGET from TEXT which it wrote."""
     torch.set_num_threads(threads)
+    torch.manual_seed(seed)
     part = parse_shard(shard)
     try:
         check_out(out)
@@ -269,53 +229,66 @@ def main(
             target,
             text,
             work,
-            layers=layers,
-            layer_ids=layer_ids,
             draft_vocab=draft_vocab,
             held_out=held_out,
             chunk=64,
             conversations=conversations,
             seed=seed,
         )
+        check_target(job.target, kind)
+        chosen = chosen_layers(job.target, layers, layer_ids) if kind is Kind.MODEL else ()
         if phase is not Phase.TRAIN:
-            run_labels(job, part)
+            run_labels(job, part, kind)
         if phase is Phase.LABEL:
             print(json.dumps({"labelled": str(work)}) if as_json else f"labelled into {work}")
             return
-        options = TrainOptions(
-            epochs=epochs, batch_tokens=batch_tokens, seed=seed, start_sha256=start_sha256(start)
-        )
-        trainer = run_training(job, options, minutes, start)
-        figures = evaluate(trainer.student, job.split.held_out, load_held_out(work), job.vocabulary)
-        export(
-            out,
-            trainer.student,
-            target_config=job.target.config,
-            layer_ids=job.layer_ids,
-            vocabulary=job.vocabulary,
-            story=tell(
+        run = Run(
+            job=job,
+            options=TrainOptions(epochs=epochs, batch_tokens=batch_tokens, seed=seed),
+            out=out,
+            minutes=minutes,
+            report=Printer(every=50),
+            tell=partial(
+                tell,
                 job,
-                trainer,
+                epochs=epochs,
                 target=target,
                 text=text,
                 command=public_command(context),
                 licence=licence,
             ),
-            figures=figures,
         )
+        figures = make(kind, run, chosen, start)
     except TrainDraftError as error:
         console.print(f"error: {error}", style="red", highlight=False, soft_wrap=True)
         raise typer.Exit(2) from error
     print(result_line(out, figures, as_json=as_json))
 
 
-def result_line(out: Path, figures: Figures, *, as_json: bool) -> str:
+def make(
+    kind: Kind, run: Run, layer_ids: Sequence[int], start: Path | None
+) -> Figures | ChainFigures:
+    """Train, measure and write."""
+    match kind:
+        case Kind.MODEL:
+            return make_model(run, layer_ids, start)
+        case Kind.EAGLE3:
+            return make_eagle(run)
+        case Kind.MEDUSA:
+            return make_medusa(run)
+
+
+def result_line(out: Path, figures: Figures | ChainFigures, *, as_json: bool) -> str:
     """The last line of stdout."""
     if as_json:
         return json.dumps({"out": str(out)} | figures.rounded())
+    overlap, agreement = (
+        " ".join(f"{v:.3f}" for v in (value if isinstance(value, tuple) else (value,)))
+        for value in (figures.overlap_sampled, figures.agreement)
+    )
     return (
-        f"{out}: overlap {figures.overlap_sampled:.3f} at temperature 1, greedy agreement "
-        f"{figures.agreement:.3f}, {figures.length_greedy:.2f} tokens a greedy round of 4"
+        f"{out}: overlap {overlap} at temperature 1, greedy agreement {agreement}, "
+        f"{figures.length_greedy:.2f} tokens a greedy round of 4"
     )
 
 

@@ -1,8 +1,7 @@
-"""The head trainer: chains equal decoding, runs resume, files are the published ones."""
+"""The head trainer: runs resume, files are the published ones, figures and features are true."""
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -19,19 +18,15 @@ sys.path.insert(0, str(SCRIPTS))
 import train_draft  # noqa: E402
 from draft_training import (  # noqa: E402
     chain_figures,
-    chains,
-    eagle,
     evaluate,
     features,
     labels,
-    medusa,
     pairs,
     text,
     training,
 )
 
 VOCAB, DRAFT_VOCAB, LAYERS, HIDDEN, STEPS = 120, 64, 8, 32, 4
-State = dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
@@ -84,168 +79,6 @@ def conversations(rows: list[text.Conversation], tmp_path_factory: pytest.TempPa
     return path
 
 
-@pytest.fixture
-def head() -> eagle.EagleHead:
-    """Random weights, so large that every part of the forward pass is felt."""
-    torch.manual_seed(7)
-    shape = eagle.HeadShape(
-        hidden=HIDDEN, heads=4, head_dim=8, intermediate=48, epsilon=1e-5, theta=1e4
-    )
-    made = eagle.EagleHead(shape, torch.randn(VOCAB, HIDDEN), draft_vocab=DRAFT_VOCAB)
-    for name, parameter in made.named_parameters():
-        torch.nn.init.uniform_(parameter, 0.5, 1.5) if "norm" in name else parameter.data.mul_(2)
-    made.feature_scale.uniform_(0.5, 2)
-    return made
-
-
-def random_rows(lengths: tuple[int, ...] = (9, 12)) -> list[training.Row]:
-    rng = np.random.default_rng(3)
-    return [
-        {
-            "ids": rng.integers(0, VOCAB, n, dtype=np.int32),
-            "prompt": np.int32(3),
-            "states": rng.normal(size=(n, features.TAPS + 1, HIDDEN)).astype(np.float16),
-            "top_ids": np.stack([rng.permutation(DRAFT_VOCAB)[:8] for _ in range(n)]),
-            "top_p": rng.dirichlet(np.ones(8), n).astype(np.float16),
-        }
-        for n in lengths
-    ]
-
-
-class Decoder:
-    """An EAGLE-3 decoder with a cache, from the published tensors alone and one pair at a time."""
-
-    def __init__(self, head: eagle.EagleHead) -> None:
-        self.weights, self.embedding = head.published(), head.embedding
-        self.shape = head.midlayer.shape
-        self.keys: list[torch.Tensor] = []
-        self.values: list[torch.Tensor] = []
-
-    def read(self, token: int, g: torch.Tensor, position: int) -> torch.Tensor:
-        """Take one pair into the cache and return its state before the norm. # [H]"""
-        w, layer = self.weights, "midlayer."
-        pair = torch.cat(
-            [
-                self._norm(self.embedding[token], layer + "input_layernorm"),
-                self._norm(g, layer + "hidden_norm"),
-            ]
-        )
-        q, k, v = (self._heads(w[f"{layer}self_attn.{n}_proj.weight"] @ pair) for n in "qkv")
-        self.keys.append(self._turn(k, position))
-        self.values.append(v)
-        keys, values = torch.stack(self.keys, 1), torch.stack(self.values, 1)
-        scores = (keys @ self._turn(q, position)[..., None])[..., 0] / self.shape.head_dim**0.5
-        mixed = (scores.softmax(-1)[:, None] @ values).flatten()
-        x = g + w[layer + "self_attn.o_proj.weight"] @ mixed
-        y = self._norm(x, layer + "post_attention_layernorm")
-        gate, up, down = (w[f"{layer}mlp.{n}_proj.weight"] for n in ("gate", "up", "down"))
-        return x + down @ (F.silu(gate @ y) * (up @ y))
-
-    def fuse(self, states: np.ndarray) -> torch.Tensor:
-        """The feature of one token. # [H]"""
-        taps = torch.from_numpy(states[: features.TAPS].astype(np.float32)).flatten()
-        return self.weights["fc.weight"] @ taps
-
-    def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        scale = (x.pow(2).mean() + self.shape.epsilon).rsqrt()
-        return x * scale * self.weights[name + ".weight"]
-
-    def _heads(self, x: torch.Tensor) -> torch.Tensor:
-        return x.view(self.shape.heads, self.shape.head_dim)
-
-    def _turn(self, x: torch.Tensor, position: int) -> torch.Tensor:
-        """RoPE by complex numbers: dimension f and f + half are one number."""
-        half = self.shape.head_dim // 2
-        angle = position * self.shape.theta ** (-torch.arange(half) / half)
-        turned = torch.complex(x[:, :half], x[:, half:]) * torch.polar(torch.ones(half), angle)
-        return torch.cat([turned.real, turned.imag], 1)
-
-
-def decoded(head: eagle.EagleHead, row: training.Row, pair: int, steps: int) -> torch.Tensor:
-    """The states of a chain from ``pair`` on, teacher-forced. # [steps, H]"""
-    decoder = Decoder(head)
-    for i in range(pair + 1):
-        x = decoder.read(row["ids"][i + 1], decoder.fuse(row["states"][i]), i)
-    chain = [x]
-    for step in range(1, steps):
-        chain.append(decoder.read(row["ids"][pair + 1 + step], chain[-1], pair + step))
-    return torch.stack(chain)
-
-
-def largest_gap(head: eagle.EagleHead, rows: list[training.Row]) -> float:
-    """Between training's states and a decoder's, over every scored pair and step."""
-    options = training.TrainOptions(epochs=1, prompt_share=0.5)
-    batch = chains.collate_chains(rows, 0.0, options, np.random.default_rng(1))
-    begins = np.cumsum([0, *(len(row["ids"]) for row in rows)])
-    with torch.inference_mode():
-        states, worst = head(batch.packed), 0.0
-        for step, (step_states, at) in enumerate(zip(states, batch.packed.steps, strict=True)):
-            assert len(at.index) > step, "nothing was compared"
-            for state, flat in zip(step_states, at.index.tolist(), strict=True):
-                which = int(np.searchsorted(begins, flat, side="right")) - 1
-                expected = decoded(head, rows[which], flat - begins[which], step + 1)[step]
-                worst = max(worst, ((state - expected).norm() / expected.norm()).item())
-    return worst
-
-
-def test_training_equals_decoding(head: eagle.EagleHead) -> None:
-    assert largest_gap(head, random_rows()) < 1e-4  # f32, two orders of sums
-
-
-@pytest.mark.parametrize("fault", ["position", "token", "own row", "leak"])
-def test_a_planted_fault_is_seen(
-    head: eagle.EagleHead, fault: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The comparison above fails when training is off by one somewhere."""
-    rotate, attend, beside = eagle.rotate, eagle.attend, eagle.EagleHead._beside
-    if fault == "position":  # of every query, against its keys
-        queries = eagle.MidLayer.queries
-        monkeypatch.setattr(
-            eagle.MidLayer, "queries", lambda self, joined, at: queries(self, joined, at + 1)
-        )
-    elif fault == "token":  # of the later steps
-        monkeypatch.setattr(
-            eagle.EagleHead, "_beside", lambda self, b, at, step: beside(self, b, at, 0)
-        )
-    elif fault == "own row":  # a step that doesn't see its own pair
-        monkeypatch.setattr(
-            eagle, "attend", lambda q, true, chain, *rest: attend(q, true, chain[:-1], *rest)
-        )
-    else:  # chains which see the next true feature
-        monkeypatch.setattr(eagle, "attend", _seeing_ahead(attend))
-    assert rotate is eagle.rotate
-    assert largest_gap(head, random_rows()) > 1e-2
-
-
-def _seeing_ahead(attend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def leaky(q, true, chain, batch, at):  # type: ignore[no-untyped-def]
-        later = torch.clamp(at.index + 1, max=len(batch.tokens) - 1)
-        return attend(q, true, chain, batch, eagle.Pairs(index=later, counts=at.counts))
-
-    return leaky
-
-
-def test_labels_belong_to_the_token_that_is_predicted() -> None:
-    """Each label is that of its own row: pair i at step j has row i + 1 + j's."""
-    rows = random_rows()
-    for row in rows:
-        row["top_ids"] = np.repeat(row["ids"][:, None], 8, 1)  # marks each row by its token
-    rng, options = np.random.default_rng(1), training.TrainOptions(epochs=1)
-    batch = chains.collate_chains(rows, 0.0, options, rng)
-    for step, (at, label) in enumerate(zip(batch.packed.steps, batch.labels, strict=True)):
-        expected = batch.packed.tokens[at.index + 1 + step]
-        assert torch.equal(label.top_ids[:, 0], expected)
-        ends = np.cumsum([len(row["ids"]) for row in rows])
-        owner = np.searchsorted(ends, at.index, side="right")
-        assert (at.index.numpy() + 2 + step < ends[owner]).all(), "within its conversation"
-    states = medusa.collate_states(rows, 0.0, options, np.random.default_rng(1))
-    flat = np.concatenate([row["states"][:, features.TAPS] for row in rows]).astype(np.float32)
-    tokens = np.concatenate([row["ids"] for row in rows])
-    for step, (some, label) in enumerate(zip(states.states, states.labels, strict=True)):
-        found = [int(np.flatnonzero((flat == s).all(1))[0]) for s in some.numpy()]
-        assert label.top_ids[:, 0].tolist() == tokens[np.array(found) + 1 + step].tolist()
-
-
 def test_features_are_the_inputs_of_the_published_layers(
     model: LlamaForCausalLM, rows: list[text.Conversation]
 ) -> None:
@@ -267,6 +100,10 @@ def test_features_are_the_inputs_of_the_published_layers(
     np.testing.assert_allclose(mine, expected, rtol=2e-3, atol=2e-3)  # f16 storage
 
 
+class _Killed(Exception):
+    """Ends a run in the middle."""
+
+
 def call(folder: Path, name: str, **options: object) -> tuple[Path, int, str]:
     """Run the command in this process: its directory, exit code and output."""
     given = {
@@ -282,7 +119,11 @@ def call(folder: Path, name: str, **options: object) -> tuple[Path, int, str]:
     done = CliRunner().invoke(train_draft.app, [*arguments, "--json"])
     if done.exception and not isinstance(done.exception, SystemExit):
         raise done.exception
-    return Path(str(given["out"])), done.exit_code, done.stdout + done.stderr
+    return (
+        Path(str(given["out"])),
+        done.exit_code,
+        done.stdout if not done.exit_code else done.stderr,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -353,10 +194,10 @@ def test_resumed_equals_uninterrupted(
         if self.cursor.step == 5:
             self.save()
         if self.cursor.step == 7:
-            raise KeyboardInterrupt
+            raise _Killed
         return step(self, batch, began)
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(_Killed):
         patch.setattr(training.Trainer, "_step", dying)
         call(tmp_path, "dead", kind=kind, work=work, **given)
     resumed, code, output = call(tmp_path, "resumed", kind=kind, work=work, **given)
@@ -379,9 +220,11 @@ def test_resumed_equals_uninterrupted(
 def test_the_linear_start_drafts_and_training_adds_to_it(
     given: dict[str, object], eagle_dir: Path, tmp_path: Path
 ) -> None:
-    """Against labels that are off by one, or a head that starts blind.
+    """Fails when the labels, the loss or the start point the wrong way.
 
-    Seen with these seeds: PLACEHOLDER
+    Seen with these seeds: the first draft agrees 0.233 at the start (a draft of one token from 64
+    would 0.016), and the four agreements together rise from 0.716 to 0.865; the bars are at about
+    half of that.
     """
     work = eagle_dir.with_name("head-work")
     figures = []
@@ -389,9 +232,10 @@ def test_the_linear_start_drafts_and_training_adds_to_it(
         (work / "eagle3.pt").unlink(missing_ok=True)
         _, code, output = call(tmp_path, name, kind="eagle3", work=work, epochs=epochs, **given)
         assert code == 0, output
-        figures.append(json.loads(output.splitlines()[-1]))
-    print(figures)
-    assert False
+        figures.append(json.loads(output))
+    start, trained = (f["agreement"] for f in figures)
+    assert start[0] > 0.12
+    assert sum(trained) > sum(start) + 0.07
 
 
 def test_figures_follow_a_simulated_decoder(rows: list[text.Conversation]) -> None:
@@ -447,5 +291,7 @@ def test_a_target_too_shallow_for_taps_is_refused(
 
 def test_chain_length_of_alike_steps_is_round_length() -> None:
     accepts = [np.random.default_rng(2).random(n) for n in (1, 6, 30)]
-    same = [np.stack([np.append(a, np.zeros(3))[j : j + len(a)] for j in range(3)], 1) for a in accepts]
+    same = [
+        np.stack([np.append(a, np.zeros(3))[j : j + len(a)] for j in range(3)], 1) for a in accepts
+    ]
     assert evaluate.chain_length(same) == pytest.approx(evaluate.round_length(accepts, 3))

@@ -65,6 +65,17 @@ def _mean(parts: Sequence[np.ndarray]) -> float:
 
 
 def round_length(accepts: Sequence[np.ndarray], k: int) -> float:
+    """Expected tokens a round commits where a draft's acceptance depends on its token alone.
+
+    Args:
+        accepts: for each text, the chance that each token is accepted. # [tokens] f64 each
+        k: tokens drafted a round.
+    """
+    padded = [np.concatenate([accept, np.zeros(k)]) for accept in accepts]
+    return chain_length([np.lib.stride_tricks.sliding_window_view(a, k)[:-1] for a in padded])
+
+
+def chain_length(accepts: Sequence[np.ndarray]) -> float:
     """Expected tokens a round commits when text with these acceptances is decoded.
 
     Walks each text as the decoder would: a round that starts at t commits the accepted tokens
@@ -72,22 +83,17 @@ def round_length(accepts: Sequence[np.ndarray], k: int) -> float:
     where up to the first disagreement the draft's own context is the text itself.
 
     Args:
-        accepts: for each text, the chance that each token is accepted. # [tokens] f64 each
-        k: tokens drafted a round.
+        accepts: for each text, the chance that draft j of a round which starts at t is accepted,
+            if those before it are; 0 behind the text. # [tokens, drafts] f64 each
     """
     tokens, rounds = 0, 0.0
     for accept in accepts:
-        starts = np.zeros(len(accept) + k + 1)  # chance that a round starts here
+        starts = np.zeros(sum(accept.shape) + 1)  # chance that a round starts here
         starts[0] = 1.0
-        for t in range(len(accept)):
-            reach = starts[t]
-            for drafted in range(k + 1):
-                at = t + drafted
-                passed = accept[at] if drafted < k and at < len(accept) else 0.0
-                starts[at + 1] += reach * (1 - passed)
-                reach *= passed
-                if not passed:
-                    break
+        for t, chances in enumerate(accept):
+            reached = starts[t] * np.cumprod([1.0, *chances])  # that so many are accepted
+            rejected = np.append(1 - chances, 1.0)
+            starts[t + 1 : t + 1 + len(reached)] += reached * rejected
         tokens += len(accept)
         rounds += starts[: len(accept)].sum()
     return float(tokens / rounds) if rounds else float("nan")

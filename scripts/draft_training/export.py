@@ -65,17 +65,32 @@ def export(
     story: Story,
     figures: Figures,
 ) -> None:
+    """Write the draft's directory."""
+    write_directory(
+        out,
+        config=config_dict(target_config, layer_ids, len(vocabulary)),
+        tensors=draft_tensors(student, vocabulary, target_config.vocab_size),
+        card=model_card(story, figures, layer_ids, len(vocabulary)),
+    )
+
+
+def write_directory(
+    out: Path,
+    *,
+    config: dict[str, object],
+    tensors: dict[str, torch.Tensor],
+    card: str,
+    weights: str = "model.safetensors",
+) -> None:
     """Write ``out`` aside and move it into place."""
     check_out(out)
     part = out.with_name(f".{out.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
-    config = config_dict(target_config, layer_ids, len(vocabulary))
     (part / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    tensors = draft_tensors(student, vocabulary, target_config.vocab_size)
-    save_file(tensors, part / "model.safetensors", metadata={"format": "pt"})
-    (part / "model.safetensors").chmod(0o644)  # safetensors writes 0600
-    (part / "README.md").write_text(model_card(story, figures, layer_ids, len(vocabulary)))
+    save_file(tensors, part / weights, metadata={"format": "pt"})
+    (part / weights).chmod(0o644)  # safetensors writes 0600
+    (part / "README.md").write_text(card)
     if out.exists():
         out.rmdir()
     part.rename(out)
@@ -103,16 +118,23 @@ def draft_tensors(
     student: Student, vocabulary: np.ndarray, target_vocab: int
 ) -> dict[str, torch.Tensor]:
     """f16 weights, ``d2t`` # [D] i64 and ``t2d`` # [V] bool."""
+    return half(student.own_state()) | vocabulary_maps(vocabulary, target_vocab)
+
+
+def half(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {k: v.detach().half().contiguous() for k, v in weights.items()}
+
+
+def vocabulary_maps(vocabulary: np.ndarray, target_vocab: int) -> dict[str, torch.Tensor]:
+    """``d2t`` # [D] i64 and ``t2d`` # [V] bool."""
     ids = torch.from_numpy(vocabulary)
     kept = torch.zeros(target_vocab, dtype=torch.bool)
     kept[ids] = True
-    weights = {k: v.detach().half().contiguous() for k, v in student.own_state().items()}
-    return weights | {"d2t": ids - torch.arange(len(ids)), "t2d": kept}
+    return {"d2t": ids - torch.arange(len(ids)), "t2d": kept}
 
 
 def model_card(story: Story, figures: Figures, layer_ids: Sequence[int], draft_vocab: int) -> str:
     """README.md of the draft."""
-    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
     return f"""---
 license: {story.licence}
 tags: [speculative-decoding, draft, outrider]
@@ -142,7 +164,13 @@ against the target over its full vocabulary.
 The held-out conversations come from the same kind of prompts as the training text; expect less on
 text of another kind.
 
-## How it was made
+{how_it_was_made(story)}"""
+
+
+def how_it_was_made(story: Story) -> str:
+    """The end of a model card."""
+    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
+    return f"""## How it was made
 
 ```console
 {story.command}

@@ -186,10 +186,14 @@ def load_held_out(work: Path) -> HeldOut:
         return HeldOut(**arrays)
 
 
-def wait_for_chunk(work: Path, index: int, *, poll_s: float = 5.0) -> dict[str, np.ndarray]:
-    """Load a chunk; while another process still labels, wait for it to appear."""
-    path = chunk_path(work, index)
+def wait_for_chunk(work: Path, index: int) -> dict[str, np.ndarray]:
+    """Load a chunk's labels, waiting for another process which still makes them."""
+    with np.load(wait_for(chunk_path(work, index))) as arrays:
+        return dict(arrays)
+
+
+def wait_for(path: Path, *, poll_s: float = 5.0) -> Path:
+    """``path``, once it's there: files appear whole, so it can be read at once."""
     while not path.exists():
         time.sleep(poll_s)
-    with np.load(path) as arrays:
-        return dict(arrays)
+    return path

@@ -11,14 +11,20 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Generic, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import torch
+from torch import nn
 
 from .errors import StateError
 from .labels import wait_for_chunk, write_atomic
 from .student import Student, distillation_loss
 from .text import length_batches, pad
+
+Row: TypeAlias = dict[str, np.ndarray]  # one conversation, by token; "prompt" is its length
+L = TypeVar("L", bound="Learner")
+B = TypeVar("B", bound="Sized")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,15 +88,22 @@ class Report:
     step: int
     progress: float
     loss: float
-    overlap: float
+    overlaps: tuple[float, ...]  # one, or one for each step of a chain
     lr: float
     elapsed_s: float
 
 
-def batches(work: Path, sizes: Sequence[int], options: TrainOptions) -> Iterator[Batch]:
+def batches(
+    read: Callable[[int], Iterator[Row]],
+    collate: Callable[[Sequence[Row], float, TrainOptions, np.random.Generator], B],
+    sizes: Sequence[int],
+    options: TrainOptions,
+) -> Iterator[B]:
     """All batches of the run, in their one order.
 
     Args:
+        read: the conversations of a chunk; waits for it while it's still being made.
+        collate: a batch of conversations, the run's progress, and what it may draw from.
         sizes: conversations in each chunk.
     """
     total, seen = options.epochs * sum(sizes), 0
@@ -99,31 +112,37 @@ def batches(work: Path, sizes: Sequence[int], options: TrainOptions) -> Iterator
         if epoch:
             np.random.default_rng((options.seed, epoch)).shuffle(order)
         for start in range(0, len(order), options.window):
-            chunks = [wait_for_chunk(work, int(i)) for i in order[start : start + options.window]]
             rng = np.random.default_rng((options.seed, epoch, start))
-            rows = [row for chunk in chunks for row in _rows(chunk)]
+            rows = [row for i in order[start : start + options.window] for row in read(int(i))]
             groups = list(length_batches([len(r["ids"]) for r in rows], options.batch_tokens))
             rng.shuffle(groups)
             for group in groups:
                 if seen >= total:
                     return
-                yield _collate([rows[i] for i in group], seen / total, options, rng)
+                yield collate([rows[i] for i in group], seen / total, options, rng)
                 seen += len(group)
 
 
-def _rows(chunk: dict[str, np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
+def read_labels(work: Path, index: int) -> Iterator[Row]:
+    """A chunk's conversations with their labels."""
+    return label_rows(wait_for_chunk(work, index))
+
+
+def label_rows(chunk: dict[str, np.ndarray]) -> Iterator[Row]:
+    """Cut a chunk's arrays into conversations: ids, prompt, top_ids and top_p."""
     ends = np.cumsum(chunk["lengths"])
     for end, length, prompt in zip(ends, chunk["lengths"], chunk["prompts"], strict=True):
         span = slice(end - length, end)
         yield {"prompt": prompt} | {k: chunk[k][span] for k in ("ids", "top_ids", "top_p")}
 
 
-def _collate(
-    rows: Sequence[dict[str, np.ndarray]],
+def collate_labels(
+    rows: Sequence[Row],
     progress: float,
     options: TrainOptions,
     rng: np.random.Generator,
 ) -> Batch:
+    """Pad ``rows`` into one batch."""
     tokens = pad([row["ids"] for row in rows])
     scored = [_scored(row, options.prompt_share, rng) for row in rows]
     positions = [i * tokens.shape[1] + s for i, s in enumerate(scored)]
@@ -137,20 +156,59 @@ def _collate(
     )
 
 
-def _scored(
-    row: dict[str, np.ndarray], prompt_share: float, rng: np.random.Generator
-) -> np.ndarray:
+def _scored(row: Row, prompt_share: float, rng: np.random.Generator) -> np.ndarray:
     """Positions that predict an answer token, and a random share of the prompt's."""
     first = int(row["prompt"]) - 1
     in_prompt = np.flatnonzero(rng.random(first) < prompt_share)
     return np.concatenate([in_prompt, np.arange(first, len(row["ids"]) - 1)])
 
 
-class Trainer:
+def label_loss(
+    student: Student, batch: Batch, overlap_weight: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The distillation loss, and the overlap. # scalar, [1] f32"""
+    logits = student(batch.tokens, batch.positions)
+    loss, overlap = distillation_loss(logits, batch.top_ids, batch.top_p, overlap_weight)
+    return loss, overlap[None]
+
+
+class Learner(Protocol):
+    """What can be trained: a module that knows which of its tensors are its own."""
+
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+
+    def train(self) -> object: ...
+
+    def own_state(self) -> dict[str, torch.Tensor]: ...
+
+    def load_own_state(self, state: dict[str, torch.Tensor]) -> None: ...
+
+
+class Sized(Protocol):
+    """Any kind of batch."""
+
+    @property
+    def progress(self) -> float: ...
+
+
+class Trainer(Generic[L, B]):
     """Steps, checkpoints and resumes one student."""
 
-    def __init__(self, student: Student, options: TrainOptions, *, state: Path) -> None:
-        self.student, self.options, self.state = student, options, state
+    def __init__(
+        self,
+        student: L,
+        loss: Callable[[L, B, float], tuple[torch.Tensor, torch.Tensor]],
+        options: TrainOptions,
+        *,
+        state: Path,
+    ) -> None:
+        """Begin anew, or where the run that wrote ``state`` stopped.
+
+        Args:
+            loss: of a student on a batch, given the overlap's weight; with it come the overlaps
+                to report.
+        """
+        self.student, self.loss, self.options, self.state = student, loss, options, state
         trained = [p for p in student.parameters() if p.requires_grad]
         self.trained = trained
         self.optimizer = torch.optim.AdamW(
@@ -187,7 +245,7 @@ class Trainer:
 
     def run(
         self,
-        source: Iterator[Batch],
+        source: Iterator[B],
         *,
         report: Callable[[Report], None],
         save_every_s: float = 180.0,
@@ -214,15 +272,12 @@ class Trainer:
         self.save()
         return finished
 
-    def _step(self, batch: Batch, began: float) -> Report:
+    def _step(self, batch: B, began: float) -> Report:
         options, step = self.options, self.cursor.step
         lr = options.lr(batch.progress, step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        logits = self.student(batch.tokens, batch.positions)
-        loss, overlap = distillation_loss(
-            logits, batch.top_ids, batch.top_p, options.overlap(batch.progress)
-        )
+        loss, overlaps = self.loss(self.student, batch, options.overlap(batch.progress))
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.trained, options.clip)
@@ -233,7 +288,7 @@ class Trainer:
             step=step + 1,
             progress=batch.progress,
             loss=loss.item(),
-            overlap=overlap.item(),
+            overlaps=tuple(overlaps.tolist()),
             lr=lr,
             elapsed_s=elapsed,
         )
