@@ -30,7 +30,7 @@ def head() -> eagle.EagleHead:
     return made
 
 
-def random_rows(lengths: tuple[int, ...] = (14, 23)) -> list[training.Row]:
+def random_rows(lengths: tuple[int, ...] = (10, 14)) -> list[training.Row]:
     rng = np.random.default_rng(3)
     return [
         {
