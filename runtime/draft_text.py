@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from .detokenizer import Detokenizer
 from .tokenizer import Tokenizer
 
-TAIL_CHARS = 512  # a longer unstable rest is cut
+TAIL_CHARS = 256  # a longer unstable rest is cut
 LIVE_CHARS = 64  # at its end stay unstable
 CONTEXT_CHARS = 64  # encoded again in front of it
 CUTS = 4  # places that are tried

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from .detokenizer import REPLACEMENT
 from .tokenizer import Tokenizer
 
-WINDOW = 16  # tokens at most that are encoded again
+WINDOW = 8  # tokens at most that are encoded again
 CHARACTER_TOKENS = 3  # of a character that isn't whole yet: it has four bytes
 
 
