@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers_runtime import near_table, reference_greedy, write_bundle
+from helpers_runtime import SkippedTable, near_table, reference_greedy, write_bundle
 from numpy.typing import NDArray
 
 from export.certificates import frequency
@@ -29,7 +29,7 @@ from runtime.drafter import Drafter
 from runtime.engine import load_rounds
 from runtime.executor import EngineOptions
 from runtime.grammar import Grammar
-from runtime.manifest import DraftCard, ModelDraft, NgramDraft
+from runtime.manifest import DraftCard, LayerSkipDraft, ModelDraft, NgramDraft
 from runtime.outcome import Outcome
 from runtime.round import Rounds
 from runtime.sequence import FinishReason
@@ -61,8 +61,17 @@ def _ngram(path: Path) -> Path:
     return write_bundle(path, TABLE, NgramDraft(min_ngram=1, max_ngram=3), context=CONTEXT, eos=())
 
 
+def _layer_skip(path: Path) -> Path:
+    skipped = SkippedTable(table=near_table(TABLE, 0.6))
+    return write_bundle(path, TABLE, skipped, context=CONTEXT, eos=())
+
+
 #: the registry's kinds, each with a bundle of it
-BUNDLES: dict[type, Callable[[Path], Path]] = {ModelDraft: _model, NgramDraft: _ngram}
+BUNDLES: dict[type, Callable[[Path], Path]] = {
+    ModelDraft: _model,
+    NgramDraft: _ngram,
+    LayerSkipDraft: _layer_skip,
+}
 KINDS = typing.get_args(DraftCard)
 
 
@@ -108,7 +117,13 @@ def drafter_of(rounds: Rounds) -> Drafter:
 
 
 def proposed(rounds: Rounds, tokens: list[int], k: int) -> tuple[list[int], NDArray[Any]]:
-    """Drafts behind `tokens` and their rows of q; the constraint is left as it was."""
+    """Drafts behind `tokens` and their rows of q; the constraint is left as it was.
+
+    As between rounds, the target has read all but the last token.
+    """
+    rounds.target.length = 0
+    if tokens[:-1]:
+        rounds.target.prefill(tokens[:-1])
     rounds.buffers.set_last(tokens)
     rounds.buffers.set_uniforms(uniform_table(3, CONTEXT), len(tokens), k)
     count = drafter_of(rounds).propose(tokens, k, rounds.constraint).num_drafted
