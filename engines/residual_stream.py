@@ -1,7 +1,7 @@
 """Where a decoder's layers meet: the one value that everything behind a layer reads.
 
 The hidden state before layer i, x_i, carries all that the layers before it have to say, so every
-path from the embedding to the logits goes through it. Such values are found by that property alone,
+path from the tokens to the logits goes through it. Such values are found by that property alone,
 whatever the norms, whether attention and MLP stand side by side or one behind the other.
 
 A norm fused with the addition before it makes two values, the sum and its norm; the norm is read
@@ -54,7 +54,7 @@ def _attention_of(node: ir.Node) -> ir.Node | None:
 
 
 class _Stream:
-    """Values that every path from the embedding to the logits goes through, in order."""
+    """Values that every path from the tokens to the logits goes through, in order."""
 
     def __init__(self, model: ir.Model) -> None:
         graph = model.graph
@@ -69,7 +69,7 @@ class _Stream:
         found = [value for value in self._values if value in ancestors]
         if not found:
             raise UnsupportedModel(
-                "layer-skip: received a layer that reads no embedding. Expected a plain decoder; "
+                "layer-skip: received a layer that reads no token. Expected a plain decoder; "
                 "use --draft ngram or a draft model."
             )
         return found[-1]
@@ -128,9 +128,8 @@ class _Stream:
 
 
 def _descendants(graph: ir.Graph) -> set[ir.Value]:
-    """Values that carry the tokens' embedding, not only its shape."""
-    (ids,) = [v for v in graph.inputs if v.name == "input_ids"]
-    found = {v for use in ids.uses() if "Gather" in use.node.op_type for v in use.node.outputs}
+    """Values that say something of the tokens, not only how many they are."""
+    found = {v for v in graph.inputs if v.name == "input_ids"}
     for node in graph:
         if node.op_type != "Shape" and any(v in found for v in node.inputs):
             found.update(node.outputs)

@@ -28,7 +28,6 @@ class LayerSkip:
     """k prebound passes through the kept layers, each with the sampling tail behind it."""
 
     def __init__(self, target: TargetStep, tail: Executor, buffers: RoundBuffers) -> None:
-        self._target = target
         self._buffers = buffers
         steps = range(buffers.max_draft_tokens)
         self._passes = [target.bind_skipping(buffers.block[:, i + 1 : i + 2]) for i in steps]
@@ -36,8 +35,8 @@ class LayerSkip:
 
     @property
     def length(self) -> int:
-        """It reads the target's rows."""
-        return self._target.length
+        """Rows that it wrote, or that were there for it: it has none of its own."""
+        return int(self._buffers.draft_lengths[0])
 
     def acceptance(self, measured: float | None) -> Acceptance:
         prior = PRIOR_ACCEPTANCE if measured is None else measured
@@ -47,7 +46,9 @@ class LayerSkip:
         return Offer(num_tokens=most)
 
     def rollback(self, length: int) -> None:
-        """Nothing to forget: the rows are the target's."""
+        """The rows are the target's, whose length says which are valid."""
+        lengths = self._buffers.draft_lengths
+        lengths[0] = min(int(lengths[0]), length)
 
     def propose(self, tokens: Sequence[int], k: int, constraint: Constraint) -> Proposal:
         """x_1 … x_k ~ q, behind the committed `tokens`; the target has read all but the last."""

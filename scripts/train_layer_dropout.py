@@ -60,10 +60,15 @@ def new_model(layers: int, hidden: int) -> LlamaForCausalLM:
         num_key_value_heads=max(1, hidden // 192),
         max_position_embeddings=CONTEXT,
         tie_word_embeddings=True,
+        initializer_range=hidden**-0.5,  # the usual 0.02 dwells at single letters' frequencies
         bos_token_id=VOCAB - 1,
         eos_token_id=VOCAB - 1,
     )
-    return LlamaForCausalLM(config)
+    model = LlamaForCausalLM(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            parameter.data *= (2 * layers) ** -0.5
+    return model
 
 
 def kept_layers(count: int, generator: torch.Generator) -> list[int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,14 @@ from onnx import numpy_helper
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from export.accept_graph import accept_model
-from export.draft_tail import append_draft_sampling
+from export.draft_tail import append_draft_sampling, tail_model
 from runtime.contract import CacheSpec
 from runtime.manifest import (
     DRAFT_TOKENIZER,
     SCHEMA,
     DraftCard,
     FileRecord,
+    LayerSkipDraft,
     Limits,
     Manifest,
     ModelCard,
@@ -147,6 +148,43 @@ def save_target(path: Path, table: NDArray[Any], context: int) -> None:
     onnx.save(_table_model(table, context), path)
 
 
+@dataclass(frozen=True, kw_only=True)
+class SkippedTable:
+    """What a table target says while it skips layers."""
+
+    table: NDArray[Any]  # [STATES, vocab] f32
+
+
+def save_skippable_target(
+    path: Path, table: NDArray[Any], skipped: SkippedTable, context: int
+) -> None:
+    """A target of another table, and other rows in its cache, while `skip_layers` is true.
+
+    A row that a draft leaves is wrong for the whole target: unless verification overwrites it, the
+    text that follows is another one.
+    """
+    model = _table_model(table, context)
+    graph = model.graph
+    skip = onnx.helper.make_tensor_value_info("skip_layers", onnx.TensorProto.BOOL, [])
+    graph.input.append(skip)
+    graph.initializer.append(numpy_helper.from_array(np.array(False), "skip_layers"))
+    graph.initializer.append(numpy_helper.from_array(skipped.table, "skipped_table"))
+    for node in graph.node:
+        for old, new in (("table", "chosen_table"), ("rows", "marked_rows")):
+            node.input[:] = [new if name == old else name for name in node.input]
+    chosen = onnx.helper.make_node(
+        "Where", ["skip_layers", "skipped_table", "table"], ["chosen_table"]
+    )
+    mark = onnx.helper.make_node("Cast", ["skip_layers"], ["mark"], to=onnx.TensorProto.FLOAT)
+    marked = onnx.helper.make_node("Add", ["rows", "mark"], ["marked_rows"])
+    place = 1 + next(i for i, node in enumerate(graph.node) if "rows" in node.output)
+    graph.node.insert(place, marked)
+    graph.node.insert(0, mark)
+    graph.node.insert(0, chosen)
+    onnx.checker.check_model(model)
+    onnx.save(model, path)
+
+
 def save_draft(
     path: Path,
     table: NDArray[Any],
@@ -207,7 +245,7 @@ CHAT_TEMPLATE = """{% for m in messages %}<bos>{{ m['role'] }}
 def write_bundle(
     path: Path,
     table: NDArray[Any],
-    draft: NDArray[Any] | NgramDraft | None,
+    draft: NDArray[Any] | NgramDraft | SkippedTable | None,
     *,
     context: int = 96,
     max_draft_tokens: int = 4,
@@ -223,7 +261,12 @@ def write_bundle(
     """
     vocab = table.shape[1]
     (path / "onnx").mkdir(parents=True)
-    save_target(path / "onnx" / "target.onnx", table, context)
+    target = path / "onnx" / "target.onnx"
+    if isinstance(draft, SkippedTable):
+        save_skippable_target(target, table, draft, context)
+        ir.save(tail_model(vocab), path / "onnx" / "tail.onnx")
+    else:
+        save_target(target, table, context)
     ir.save(
         accept_model(vocab, d2t, draft_vocab_size=None if tokenizers else _draft_vocab(draft)),
         path / "onnx" / "accept.onnx",
@@ -258,21 +301,25 @@ def write_bundle(
     return path
 
 
-def _draft_vocab(draft: NDArray[Any] | NgramDraft | None) -> int | None:
+def _draft_vocab(draft: NDArray[Any] | NgramDraft | SkippedTable | None) -> int | None:
     """Of a draft model; None where q is over the target's tokens."""
     return draft.shape[1] if isinstance(draft, np.ndarray) else None
 
 
-def _draft_card(draft: NDArray[Any] | NgramDraft | None, target: ModelCard) -> DraftCard | None:
+def _draft_card(
+    draft: NDArray[Any] | NgramDraft | SkippedTable | None, target: ModelCard
+) -> DraftCard | None:
     if isinstance(draft, np.ndarray):
         return ModelDraft(card=replace(target, vocab_size=draft.shape[1]))
+    if isinstance(draft, SkippedTable):
+        return LayerSkipDraft(skipped_layers=(0,))
     return draft
 
 
 def _manifest(
     path: Path,
     vocab: int,
-    draft: NDArray[Any] | NgramDraft | None,
+    draft: NDArray[Any] | NgramDraft | SkippedTable | None,
     limits: Limits,
     eos: tuple[int, ...],
 ) -> Manifest:

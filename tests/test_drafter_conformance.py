@@ -20,7 +20,14 @@ import numpy as np
 import pytest
 from helpers_eagle import write_eagle_bundle
 from helpers_medusa import write_medusa_bundle
-from helpers_runtime import VOCAB, byte_tokenizer, near_table, reference_greedy, write_bundle
+from helpers_runtime import (
+    VOCAB,
+    SkippedTable,
+    byte_tokenizer,
+    near_table,
+    reference_greedy,
+    write_bundle,
+)
 from numpy.typing import NDArray
 
 from export.certificates import frequency, greedy
@@ -34,6 +41,7 @@ from runtime.grammar import Grammar
 from runtime.manifest import (
     DraftCard,
     EagleDraft,
+    LayerSkipDraft,
     MedusaDraft,
     ModelDraft,
     NgramDraft,
@@ -96,6 +104,11 @@ def _retokenized(path: Path) -> Path:
     return write_bundle(path, TABLE, draft, context=CONTEXT, eos=(), tokenizers=names)
 
 
+def _layer_skip(path: Path) -> Path:
+    skipped = SkippedTable(table=near_table(TABLE, 0.6))
+    return write_bundle(path, TABLE, skipped, context=CONTEXT, eos=())
+
+
 #: the registry's kinds, each with a bundle of it
 BUNDLES: dict[type, Callable[[Path], Path]] = {
     ModelDraft: _model,
@@ -104,6 +117,7 @@ BUNDLES: dict[type, Callable[[Path], Path]] = {
     MedusaDraft: _medusa,
     RetokenizedDraft: _retokenized,
     NgramPlusDraft: _ngram_plus,
+    LayerSkipDraft: _layer_skip,
 }
 KINDS = typing.get_args(DraftCard)
 
@@ -150,7 +164,13 @@ def drafter_of(rounds: Rounds) -> Drafter:
 
 
 def proposed(rounds: Rounds, tokens: list[int], k: int) -> tuple[list[int], NDArray[Any]]:
-    """Drafts behind `tokens` and their rows of q; the constraint is left as it was."""
+    """Drafts behind `tokens` and their rows of q; the constraint is left as it was.
+
+    As between rounds, the target has read all but the last token.
+    """
+    rounds.target.length = 0
+    if tokens[:-1]:
+        rounds.target.prefill(tokens[:-1])
     rounds.buffers.set_last(tokens)
     rounds.buffers.set_uniforms(uniform_table(3, CONTEXT), len(tokens), k)
     count = drafter_of(rounds).propose(tokens, k, rounds.constraint).num_drafted

@@ -30,11 +30,15 @@ from helpers_family import (
 )
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
+from engines.onnxruntime.lowering import make_skippable
 from export.features import TESTED, refuse_unproven, refuse_unsupported
+from export.gate_graph import GateGraph
 from export.gates import exact_arithmetic, relative_error, round_weights
+from export.layer_skip_draft import without_layers
 from export.portable import weight_shapes
 from export.precision import PRECISIONS
-from export.trace import trace_decoder
+from export.trace import cache_spec, trace_decoder
+from runtime.contract import SKIP_LAYERS
 from runtime.errors import UnsupportedModel
 
 # f32 sums in another order give 1e-6 on two layers; a window off by one row gives 0.1 and more.
@@ -98,6 +102,19 @@ def test_int8_graph_is_the_model_with_rounded_weights(traced: Traced, tmp_path: 
         found = _run(traced, exact)
     assert relative_error(found, eager_logits(rounded, TEXT)) < PARITY
     assert relative_error(found, traced.expected) > PARITY, "nothing was rounded"
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_either_layer_can_be_left_out(traced: Traced, layer: int, tmp_path: Path) -> None:
+    """The model itself with it, the eager model without it."""
+    graph = lowered(traced.graph, traced.model, PRECISIONS["fp32"])
+    path = written(make_skippable(graph, [layer]), "skippable", tmp_path)
+    assert relative_error(_run(traced, path), traced.expected) < PARITY
+    cache = cache_spec(traced.config, MAX_CONTEXT)
+    skipping = GateGraph(path, cache, VOCAB, {SKIP_LAYERS: np.array(True)})
+    expected = eager_logits(without_layers(random_model(traced.config), [layer]), TEXT)
+    assert relative_error(skipping.in_chunks(TEXT), expected) < PARITY
+    assert relative_error(traced.expected, expected) > VISIBLE
 
 
 def test_lowering_leaves_nothing_slow(traced: Traced) -> None:

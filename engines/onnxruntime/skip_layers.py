@@ -104,14 +104,12 @@ def _region(graph: ir.Graph, before: ir.Value, behind: ir.Value) -> _Region:
     the If, so that the norm stays fused and rounds as it did.
     """
     norm = _skip_norm(behind)
-    if norm is not None:
-        _pull_out_bias(graph, norm)
     nodes = _between(graph, before, behind)
     inputs = {value.name: value for value in graph.inputs}
     made = {value for node in nodes for value in node.outputs}
     presents = [value for value in graph.outputs if value in made]
     pasts = [inputs[str(v.name).replace("present", "past_key_values", 1)] for v in presents]
-    bypass, entering = ([], [before]) if norm is None else _as_terms(before)
+    bypass, entering = ([], [before]) if norm is None else _as_terms(before, _bias(norm))
     region = _Region(
         nodes=nodes,
         results=[*([behind] if norm is None else _terms(norm)), *presents],
@@ -126,14 +124,17 @@ def _skip_norm(value: ir.Value) -> ir.Node | None:
     return producer(value, *SKIP_NORMS)
 
 
-def _as_terms(value: ir.Value) -> tuple[list[ir.Node], list[ir.Value]]:
-    """Two values with this sum, and the nodes that make them."""
+def _as_terms(value: ir.Value, bias: ir.Value | None) -> tuple[list[ir.Node], list[ir.Value]]:
+    """Two values that with the bias have this sum, and the nodes that make them."""
     norm = _skip_norm(value)
-    if norm is not None and _bias(norm) is None:
+    if norm is not None and bias is None and _bias(norm) is None:
         return [], _terms(norm)
-    nothing = ir.node("Sub", [value, value])
-    nothing.outputs[0].type, nothing.outputs[0].shape = value.type, value.shape
-    return [nothing], [value, nothing.outputs[0]]
+    nodes = [ir.node("Sub", [value, value])]
+    if bias is not None:  # of the run's last layer, which is left out
+        nodes.append(ir.node("Sub", [nodes[0].outputs[0], bias]))
+    for node in nodes:
+        node.outputs[0].type, node.outputs[0].shape = value.type, value.shape
+    return nodes, [value, nodes[-1].outputs[0]]
 
 
 def _terms(norm: ir.Node) -> list[ir.Value]:
@@ -143,18 +144,6 @@ def _terms(norm: ir.Node) -> list[ir.Value]:
 def _bias(norm: ir.Node) -> ir.Value | None:
     place = _BIAS[norm.op_type]
     return norm.inputs[place] if len(norm.inputs) > place else None
-
-
-def _pull_out_bias(graph: ir.Graph, norm: ir.Node) -> None:
-    """A bias fused into the norm belongs to the layer before it."""
-    bias, first = _bias(norm), norm.inputs[0]
-    if bias is None or first is None:
-        return
-    added = ir.node("Add", [first, bias])
-    added.outputs[0].type, added.outputs[0].shape = first.type, first.shape
-    graph.insert_before(norm, added)
-    norm.replace_input_with(0, added.outputs[0])
-    norm.replace_input_with(_BIAS[norm.op_type], None)
 
 
 def _between(graph: ir.Graph, before: ir.Value, behind: ir.Value) -> list[ir.Node]:
