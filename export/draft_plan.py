@@ -23,6 +23,18 @@ class WrittenDraft:
     gates: Callable[[Sequence[int]], list[Gate]]  # tokens of a text → checks of what was written
 
 
+class PlanDefaults:
+    """What holds of most drafters."""
+
+    @property
+    def most_drafts(self) -> int | None:
+        return None
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return ()
+
+
 class DraftPlan(Protocol):
     """A drafter that was checked against its target before anything slow is done."""
 

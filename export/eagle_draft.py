@@ -11,7 +11,7 @@ from engines.external_data import WeightStore
 from runtime.manifest import EagleDraft, Gate, ModelCard
 
 from .checkpoint import Checkpoint
-from .draft_plan import WrittenDraft
+from .draft_plan import PlanDefaults, WrittenDraft
 from .draft_vocabulary import DraftVocabulary, QOver
 from .eagle_gates import QShape, head_parity
 from .eagle_graph import write_fuse, write_head
@@ -26,7 +26,7 @@ from .trace import cache_spec
 
 
 @dataclass(frozen=True, kw_only=True)
-class EagleDraftPlan:
+class EagleDraftPlan(PlanDefaults):
     """`context`: rows of the head's cache; the head may know fewer positions than the target."""
 
     head: EagleHead
@@ -62,10 +62,6 @@ class EagleDraftPlan:
     @property
     def name(self) -> str:
         return f"{self.head.name}, {self.precision.name}"
-
-    @property
-    def most_drafts(self) -> int | None:
-        return None
 
     @property
     def taps(self) -> tuple[int, ...]:

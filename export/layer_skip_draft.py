@@ -26,7 +26,7 @@ from runtime.manifest import Gate, LayerSkipDraft
 
 from . import gates
 from .checkpoint import Checkpoint
-from .draft_plan import WrittenDraft
+from .draft_plan import PlanDefaults, WrittenDraft
 from .draft_tail import tail_model
 from .gate_graph import GateGraph
 from .graphs import rounded_weights
@@ -40,7 +40,7 @@ SEARCH_SECONDS = 120.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerSkipPlan:
+class LayerSkipPlan(PlanDefaults):
     target: Checkpoint
     precision: Precision
     context: int
@@ -91,14 +91,6 @@ class LayerSkipPlan:
         if self.skipped is None:
             return f"the target without some layers, searched for {self.search_s:g} s"
         return f"the target without layers {as_text(self.skipped)}"
-
-    @property
-    def most_drafts(self) -> int | None:
-        return None
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        return ()
 
     def write(self, onnx: Path, store: WeightStore, *, target_vocab: int) -> WrittenDraft:
         save(tail_model(target_vocab), "tail", store)

@@ -15,7 +15,7 @@ from runtime.manifest import Gate, ModelCard, ModelDraft
 from . import gates
 from .checkpoint import Checkpoint
 from .draft import Draft, open_draft
-from .draft_plan import WrittenDraft
+from .draft_plan import PlanDefaults, WrittenDraft
 from .draft_vocabulary import DraftVocabulary, QOver
 from .features import refuse_unproven, refuse_unsupported
 from .gate_graph import DraftGateGraph
@@ -26,7 +26,7 @@ from .precision import Precision
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelDraftPlan:
+class ModelDraftPlan(PlanDefaults):
     """`context`: rows of its cache; the model may know fewer positions than the target."""
 
     draft: Draft
@@ -67,14 +67,6 @@ class ModelDraftPlan:
     @property
     def name(self) -> str:
         return f"{self.draft.checkpoint.name}, {self.precision.name}"
-
-    @property
-    def most_drafts(self) -> int | None:
-        return None
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        return ()
 
     def write(self, onnx: Path, store: WeightStore, *, target_vocab: int) -> WrittenDraft:
         graph = write_draft(

@@ -10,14 +10,14 @@ from engines.external_data import WeightStore
 from runtime.cards import MOST_NGRAM, NgramDraft
 from runtime.errors import BuildError
 
-from .draft_plan import WrittenDraft
+from .draft_plan import PlanDefaults, WrittenDraft
 
 MIN_NGRAM = 2  # what follows a single token, as it did before, follows one time in five
 MAX_NGRAM = 4  # agreement beyond is counted, but finds no other places
 
 
 @dataclass(frozen=True, kw_only=True)
-class NgramDraftPlan:
+class NgramDraftPlan(PlanDefaults):
     context: int
     card: NgramDraft
 
@@ -36,14 +36,6 @@ class NgramDraftPlan:
     @property
     def name(self) -> str:
         return self.card.name
-
-    @property
-    def most_drafts(self) -> int | None:
-        return None
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        return ()
 
     def write(self, onnx: Path, store: WeightStore, *, target_vocab: int) -> WrittenDraft:
         return WrittenDraft(card=self.card, gates=lambda _: [])

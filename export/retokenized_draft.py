@@ -16,13 +16,13 @@ from runtime.manifest import DRAFT_TOKENIZER, Gate, ModelDraft, RetokenizedDraft
 
 from .checkpoint import Checkpoint
 from .draft import open_foreign
-from .draft_plan import WrittenDraft
+from .draft_plan import PlanDefaults, WrittenDraft
 from .model_draft import ModelDraftPlan
 from .precision import Precision
 
 
 @dataclass(frozen=True, kw_only=True)
-class RetokenizedDraftPlan:
+class RetokenizedDraftPlan(PlanDefaults):
     model: ModelDraftPlan
 
     @classmethod
@@ -41,14 +41,6 @@ class RetokenizedDraftPlan:
     @property
     def context(self) -> int:
         return self.model.context
-
-    @property
-    def most_drafts(self) -> int | None:
-        return None
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        return ()
 
     def write(self, onnx: Path, store: WeightStore, *, target_vocab: int) -> WrittenDraft:
         draft = self.model.draft

@@ -41,15 +41,10 @@ class _Weightless:
     feature_width: ClassVar[int] = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelDraft:
-    """A model: `onnx/draft.onnx`, and `d2t.npy` where its vocabulary is trimmed."""
+class _OfModel:
+    """What a drafter with weights of its own says of them."""
 
-    kind: Literal["model"] = "model"
     card: ModelCard
-
-    graphs: ClassVar[tuple[str, ...]] = ("draft",)
-    feature_width: ClassVar[int] = 0
 
     @property
     def name(self) -> str:
@@ -62,6 +57,17 @@ class ModelDraft:
     @property
     def model(self) -> ModelCard | None:
         return self.card
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelDraft(_OfModel):
+    """A model: `onnx/draft.onnx`, and `d2t.npy` where its vocabulary is trimmed."""
+
+    kind: Literal["model"] = "model"
+    card: ModelCard
+
+    graphs: ClassVar[tuple[str, ...]] = ("draft",)
+    feature_width: ClassVar[int] = 0
 
     @property
     def vocab_size(self) -> int | None:
@@ -107,7 +113,7 @@ class LayerSkipDraft(_Weightless):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EagleDraft:
+class EagleDraft(_OfModel):
     """A head on the target's hidden states, `onnx/draft.onnx`, with a cache of one layer.
 
     Version 3 joins the states at `taps` by `onnx/fuse.onnx`; version 1 (EAGLE-1 and -2) starts from
@@ -126,20 +132,8 @@ class EagleDraft:
             raise unfit("draft.version", self.version, "1 or 3")
 
     @property
-    def name(self) -> str:
-        return self.card.name
-
-    @property
-    def precision(self) -> str:
-        return self.card.precision
-
-    @property
     def graphs(self) -> tuple[str, ...]:
         return ("draft", "fuse") if self.version == 3 else ("draft",)
-
-    @property
-    def model(self) -> ModelCard | None:
-        return self.card
 
     @property
     def vocab_size(self) -> int | None:
@@ -169,7 +163,7 @@ class MedusaDraft:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RetokenizedDraft:
+class RetokenizedDraft(_OfModel):
     """A draft model with tokens of its own, whose text is put into the target's; q is one-hot."""
 
     kind: Literal["retokenized"] = "retokenized"
@@ -178,18 +172,6 @@ class RetokenizedDraft:
     graphs: ClassVar[tuple[str, ...]] = ("draft",)
     feature_width: ClassVar[int] = 0
     vocab_size: ClassVar[int | None] = None
-
-    @property
-    def name(self) -> str:
-        return self.card.name
-
-    @property
-    def precision(self) -> str:
-        return self.card.precision
-
-    @property
-    def model(self) -> ModelCard | None:
-        return self.card
 
 
 @dataclass(frozen=True, kw_only=True)
