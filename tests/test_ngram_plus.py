@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from tiny_checkpoints import VOCAB
 from typer.testing import CliRunner
 
+from export.certificates import contract
 from export.cli import app
 from export.profile import drafting
 from runtime import Decoder, SamplingParams
@@ -331,6 +332,7 @@ def test_a_bundle_of_both(built: Path, fp32_bundle: Path) -> None:
     assert places(bundle.model_path("draft")).keys() == places(alone.model_path("draft")).keys()
     assert bundle.latency is not None
     assert bundle.latency["draft_s"] > 2e-5  # a lookup takes a few microseconds
+    assert contract.certify(bundle).status == "passed"
     shown = CliRunner().invoke(app, ["inspect", str(built)])
     assert "ngram+: n-grams of 2 to 3 tokens, else draft" in shown.stdout
 

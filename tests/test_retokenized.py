@@ -264,7 +264,7 @@ def drafted(rounds: Rounds, tokens: Sequence[int], k: int = MOST) -> list[int]:
 
 def expected(tokens: Sequence[int], k: int) -> list[int]:
     """From the definition: the draft's greedy text behind the text, in the target's tokens."""
-    text = ours().decode(list(tokens), skip_special_tokens=False)
+    text = ours().decode(list(tokens), skip_special_tokens=False).rstrip("\ufffd")
     ids, said = theirs().encode(text, add_special_tokens=False).ids, list[int]()
     for _ in range(4 * (k + 1)):
         said.append(int(logits_after(DRAFT, [*ids, *said]).argmax()))
@@ -288,14 +288,26 @@ def test_it_drafts_the_greedy_text_of_its_model(rounds: Rounds, text: str, k: in
     assert q.sum() == np.count_nonzero(q) == k
 
 
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_a_token_that_more_text_could_change_is_not_drafted(tmp_path: Path, k: int) -> None:
+    """A draft that says l for ever: the target joins two of them."""
+    (letter,), (joined,) = theirs().encode("l").ids, ours().encode("ll").ids
+    only = np.zeros((len(DRAFT), SIZE), np.float32)
+    only[:, letter] = 9.0
+    names = (ours(), theirs())
+    path = write_bundle(tmp_path / "bundle", TABLE, only, context=128, eos=(), tokenizers=names)
+    rounds = load_rounds(path, Bundle.load(path).manifest, EngineOptions(threads=1))
+    rounds.begin(SAMPLED, [1])
+    assert drafted(rounds, ours().encode("x").ids, k) == [joined] * k
+
+
 def test_rounds_and_rollbacks_leave_a_clean_drafter(rounds: Rounds) -> None:
+    """Within a character, too. The text is short enough for the draft to read all of it."""
     rng = np.random.default_rng(0)
-    text = ours().encode((TEXT + EMOJI) * 2).ids
+    text = ours().encode("hello the " + EMOJI).ids
     for end in rng.integers(1, len(text), 30).tolist():
         drafter_of(rounds).rollback(end - 1)
-        after_others = drafted(rounds, text[:end])
-        drafter_of(rounds).rollback(0)
-        assert drafted(rounds, text[:end]) == after_others
+        assert drafted(rounds, text[:end]) == expected(text[:end], MOST)
 
 
 def test_it_has_to_read_only_what_is_new(rounds: Rounds) -> None:
@@ -321,6 +333,16 @@ def test_the_text_is_the_targets_own(decoder: Decoder, k: int | None) -> None:
         result = decoder.generate(tokens, SamplingParams(max_tokens=40), num_draft_tokens=k)
         assert list(result.token_ids) == reference_greedy(TABLE, tokens, 40)
         assert result.stats.num_draft_tokens > 10
+
+
+def test_a_text_of_more_draft_tokens_than_its_cache_has_rows(decoder: Decoder) -> None:
+    """60 tokens of the target are 180 of the draft, whose window starts anew."""
+    tokens = decoder.encode("hello" * 60)
+    assert len(tokens) == 60
+    assert len(theirs().encode("hello" * 60).ids) == 180
+    result = decoder.generate(tokens, SamplingParams(max_tokens=60), num_draft_tokens=3)
+    assert list(result.token_ids) == reference_greedy(TABLE, tokens, 60)
+    assert result.stats.num_draft_tokens > 60
 
 
 def test_a_grammar_and_bans_are_obeyed(decoder: Decoder) -> None:
@@ -395,6 +417,12 @@ def test_a_bundle_without_the_drafts_tokenizer_is_refused(bundle: Path, tmp_path
     (path / "manifest.json").write_text(replace(manifest, files=files).to_json())
     with pytest.raises(BundleError, match=r"files missing: \['draft_tokenizer\.json'\]"):
         Bundle.load(path)
+
+
+def test_a_tokenizer_that_is_none_is_named(tmp_path: Path) -> None:
+    (tmp_path / "draft_tokenizer.json").write_text("{}")
+    with pytest.raises(BundleError, match=r"draft_tokenizer\.json.*rebuild the bundle"):
+        Tokenizer(tmp_path / "draft_tokenizer.json")
 
 
 # A real build
