@@ -194,6 +194,20 @@ def test_options_beyond_what_can_be_built(
         (["--draft", "ngram", "-k", "65"], f"-k: received 65. Expected 1 to {POSITIONS // 2}"),
         (["--draft", "none", "--min-ngram", "2"], "--min-ngram 2: received it without its drafter"),
         (["--max-ngram", "2"], "Expected --draft ngram, which alone has such bounds"),
+        (["--draft", "layer-skip", "--skip-layers", "1-2"], "--skip-layers: received '1-2'"),
+        (["--draft", "layer-skip", "--skip-layers", "0,1"], "0 to 1, and not all of them"),
+        (["--draft", "layer-skip", "--search-seconds", "0"], "--search-seconds: received 0. Exp"),
+        (
+            ["--draft", "layer-skip", "--skip-layers", "1", "--search-seconds", "9"],
+            "--search-seconds: received it with --skip-layers",
+        ),
+        (["--draft", "layer-skip", "--min-ngram", "2"], "--min-ngram 2: received it without"),
+        (
+            ["--draft", "layer-skip", "--draft-precision", "int4"],
+            "--draft-precision int4: received it without",
+        ),
+        (["--draft", "ngram", "--skip-layers", "1"], "Expected --draft layer-skip, which alone"),
+        (["--search-seconds", "5"], "--search-seconds 5.0: received it without its drafter"),
     ],
 )
 def test_bounds_of_a_lookup(

@@ -17,6 +17,7 @@ from runtime.manifest import (
     SCHEMA,
     FileRecord,
     Gate,
+    LayerSkipDraft,
     Limits,
     Manifest,
     ModelCard,
@@ -43,6 +44,9 @@ CARDS = st.builds(
 NGRAMS = st.tuples(st.integers(1, MOST_NGRAM), st.integers(1, MOST_NGRAM)).map(
     lambda bounds: NgramDraft(min_ngram=min(bounds), max_ngram=max(bounds))
 )
+SKIPPED = st.sets(st.integers(0, 200), min_size=1).map(
+    lambda layers: LayerSkipDraft(skipped_layers=tuple(sorted(layers)))
+)
 GATES = st.builds(
     Gate, name=TEXT, status=TEXT, reason=TEXT, figures=st.dictionaries(TEXT, FIGURE, max_size=3)
 )
@@ -52,7 +56,7 @@ MANIFESTS = st.builds(
     versions=st.dictionaries(TEXT, TEXT, max_size=3),
     backend=TEXT,
     target=CARDS,
-    draft=st.none() | st.builds(ModelDraft, card=CARDS) | NGRAMS,
+    draft=st.none() | st.builds(ModelDraft, card=CARDS) | NGRAMS | SKIPPED,
     limits=st.builds(
         Limits,
         max_batch=COUNT,
