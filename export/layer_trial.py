@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 ANSWER = 64  # tokens a page
 PAGES = 12  # a third of them judge the winner
-REPEATS = 15
+LEAST_REPEATS, MOST_REPEATS = 15, 100
 FEWEST = 3
 MOST_SET_S = 1 / 60  # of the search's time, for scoring one set
 
@@ -53,7 +53,7 @@ def choose_layers(
     prompts = _prompts(text_files, special, vocab_size, cache.max_context - ANSWER - 2)
     pages = _written(graph, prompts, special.eos_token_ids, start + seconds / 4)
     length = min(256, cache.max_context // 2)
-    costs = _costs(graph, cache.layers, most, length, _tail_seconds(onnx, vocab_size))
+    costs = _costs(graph, cache.layers, most, length, _tail_seconds(onnx, vocab_size), seconds / 12)
     held_out, chosen_by = pages[::3], [p for i, p in enumerate(pages) if i % 3] or pages
 
     def on(some: Sequence[Page], skipped: Layers) -> Score:
@@ -128,23 +128,24 @@ def _affordable(
     return pages[: max(FEWEST, int(seconds * MOST_SET_S / page_s))]
 
 
-def _costs(graph: SkippableGraph, layers: int, most: int, length: int, tail_s: float) -> StepCosts:
+def _costs(
+    graph: SkippableGraph, layers: int, most: int, length: int, tail_s: float, within_s: float
+) -> StepCosts:
     """The least of interleaved runs: what others do on the machine only ever adds.
 
     More rows never cost less; where a measurement says so, it was disturbed.
     """
-    half = tuple(range(0, layers, 2))
-    kinds = [*((rows, ()) for rows in _some_counts(most + 1)), (1, half)]
-    least = dict.fromkeys(kinds, float("inf"))
-    for _ in range(REPEATS):
+    counts, everything = _some_counts(most + 1), tuple(range(layers))
+    kinds = [*((rows, ()) for rows in counts), (1, everything)]
+    least, repeats, end = dict.fromkeys(kinds, float("inf")), 0, perf_counter() + within_s
+    while repeats < LEAST_REPEATS or (repeats < MOST_REPEATS and perf_counter() < end):
+        repeats += 1
         for rows, skipped in kinds:
-            seconds = graph.seconds(rows, skipped, length)
-            least[rows, skipped] = min(least[rows, skipped], seconds)
-    counts = _some_counts(most + 1)
+            least[rows, skipped] = min(least[rows, skipped], graph.seconds(rows, skipped, length))
     rising = accumulate((least[rows, ()] for rows in counts), max)
     verify_s = dict(zip(counts, rising, strict=True))
-    layer_s = (verify_s[1] - least[1, half]) / len(half)
-    return StepCosts(verify_s=verify_s, layer_s=max(0.0, layer_s), tail_s=tail_s)
+    layer_s = max(0.0, verify_s[1] - least[1, everything]) / layers
+    return StepCosts(verify_s=verify_s, layer_s=layer_s, tail_s=tail_s)
 
 
 def _some_counts(most: int) -> list[int]:
@@ -168,4 +169,4 @@ def _tail_seconds(onnx: Path, vocab_size: int) -> float:
         "draft_step_probs": np.zeros((1, 1, vocab_size), np.float32),
     }
     call = executor.bind(inputs, outputs)
-    return min(call.run() for _ in range(REPEATS))
+    return min(call.run() for _ in range(LEAST_REPEATS))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from time import perf_counter
@@ -375,3 +377,18 @@ def test_a_bundle_whose_layers_do_not_exist(bundle: Path, tmp_path: Path) -> Non
     (copy / "manifest.json").write_text(wrong.to_json())
     with pytest.raises(Exception, match=r"received 0,2\. Expected some of the target's 2 layers"):
         Bundle.load(copy)
+
+
+@pytest.mark.slow
+def test_a_target_trained_for_it_accepts_most_drafts(root: Path, tmp_path: Path) -> None:
+    """With one layer of four; a target that wasn't trained so would lose nearly all of them.
+
+    Its speed is for `python -m runtime bench` on an idle machine.
+    """
+    target, out = tmp_path / "target", tmp_path / "bundle"
+    script = [sys.executable, str(root / "scripts" / "train_layer_dropout.py")]
+    subprocess.run([*script, "--layers", "4", "--out", str(target)], check=True, timeout=1800)
+    build(target, out, "--draft", "layer-skip", "--skip-layers", "1-3")
+    latency = Bundle.load(out).latency
+    assert latency is not None
+    assert latency["acceptance"] > 0.6
