@@ -81,6 +81,9 @@ class _Stream:
     def is_sum(self, value: ir.Value) -> bool:
         """Whether two hidden states were added to make it."""
         node = value.producer()
+        while node is not None and node.op_type == "Reshape":  # OPT takes the rows together
+            value = node.inputs[0]
+            node = value.producer()
         if node is None:
             return False
         is_sum = node.op_type == "Add" or (node.op_type in SKIP_NORMS and value.index() == _SUM)

@@ -104,8 +104,7 @@ class LayerSearch:
     def _starts(self) -> Iterator[Layers]:
         """Ends of several lengths, then each layer alone, then the least missed ones together."""
         n = self.layers
-        middle = range(n // 3, n - n // 3)
-        yield frozenset(middle or [n - 1])
+        yield frozenset(range(max(1, n // 3), n - n // 3))
         for first in range(1, n, max(1, n // 12)):
             yield frozenset(range(first, n))
             yield frozenset(range(first, n - 1)) or frozenset([n - 1])

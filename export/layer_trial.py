@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from pathlib import Path
 from time import perf_counter
 
@@ -28,7 +29,8 @@ logger = logging.getLogger(__name__)
 
 ANSWER = 64  # tokens a page
 PAGES = 12  # a third of them judge the winner
-REPEATS = 9
+LEAST_REPEATS, MOST_REPEATS = 15, 100
+FEWEST = 3
 MOST_SET_S = 1 / 60  # of the search's time, for scoring one set
 
 
@@ -51,7 +53,7 @@ def choose_layers(
     prompts = _prompts(text_files, special, vocab_size, cache.max_context - ANSWER - 2)
     pages = _written(graph, prompts, special.eos_token_ids, start + seconds / 4)
     length = min(256, cache.max_context // 2)
-    costs = _costs(graph, cache.layers, most, length, _tail_seconds(onnx, vocab_size))
+    costs = _costs(graph, cache.layers, most, length, _tail_seconds(onnx, vocab_size), seconds / 12)
     held_out, chosen_by = pages[::3], [p for i, p in enumerate(pages) if i % 3] or pages
 
     def on(some: Sequence[Page], skipped: Layers) -> Score:
@@ -118,20 +120,32 @@ def _written(
 def _affordable(
     trial: Callable[[Sequence[Page]], Score], pages: list[Page], seconds: float
 ) -> list[Page]:
-    """As many pages as one set's score may take."""
+    """As many pages as one set's score may take, but not so few that luck decides."""
     trial(pages[:1])  # binds the calls
     start = perf_counter()
     trial(pages[:1])
     page_s = perf_counter() - start
-    return pages[: max(1, int(seconds * MOST_SET_S / page_s))]
+    return pages[: max(FEWEST, int(seconds * MOST_SET_S / page_s))]
 
 
-def _costs(graph: SkippableGraph, layers: int, most: int, length: int, tail_s: float) -> StepCosts:
-    half = range(0, layers, 2)
-    graph.seconds(1, (), length, 2)  # warms up
-    verify_s = {rows: graph.seconds(rows, (), length, REPEATS) for rows in _some_counts(most + 1)}
-    layer_s = (verify_s[1] - graph.seconds(1, half, length, REPEATS)) / len(half)
-    return StepCosts(verify_s=verify_s, layer_s=max(0.0, layer_s), tail_s=tail_s)
+def _costs(
+    graph: SkippableGraph, layers: int, most: int, length: int, tail_s: float, within_s: float
+) -> StepCosts:
+    """The least of interleaved runs: what others do on the machine only ever adds.
+
+    More rows never cost less; where a measurement says so, it was disturbed.
+    """
+    counts, everything = _some_counts(most + 1), tuple(range(layers))
+    kinds = [*((rows, ()) for rows in counts), (1, everything)]
+    least, repeats, end = dict.fromkeys(kinds, float("inf")), 0, perf_counter() + within_s
+    while repeats < LEAST_REPEATS or (repeats < MOST_REPEATS and perf_counter() < end):
+        repeats += 1
+        for rows, skipped in kinds:
+            least[rows, skipped] = min(least[rows, skipped], graph.seconds(rows, skipped, length))
+    rising = accumulate((least[rows, ()] for rows in counts), max)
+    verify_s = dict(zip(counts, rising, strict=True))
+    layer_s = max(0.0, verify_s[1] - least[1, everything]) / layers
+    return StepCosts(verify_s=verify_s, layer_s=layer_s, tail_s=tail_s)
 
 
 def _some_counts(most: int) -> list[int]:
@@ -155,4 +169,4 @@ def _tail_seconds(onnx: Path, vocab_size: int) -> float:
         "draft_step_probs": np.zeros((1, 1, vocab_size), np.float32),
     }
     call = executor.bind(inputs, outputs)
-    return sorted(call.run() for _ in range(REPEATS))[REPEATS // 2]
+    return min(call.run() for _ in range(LEAST_REPEATS))

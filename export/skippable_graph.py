@@ -9,7 +9,6 @@ Invariant: between calls the cache holds exact rows of the text that is being sc
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,14 +70,11 @@ class SkippableGraph:
             self._restore(page, start, end + 1)  # a lone row may have left a copy behind it
         return found
 
-    def seconds(self, rows: int, skipped: Sequence[int], length: int, repeats: int) -> float:
-        """Median of a call of so many rows behind `length` others."""
-        times = []
-        for _ in range(repeats):
-            start = perf_counter()
-            self._read([1] * rows, length, rows=rows, skipped=skipped)
-            times.append(perf_counter() - start)
-        return statistics.median(times)
+    def seconds(self, rows: int, skipped: Sequence[int], length: int) -> float:
+        """Of one call of so many rows behind `length` others."""
+        start = perf_counter()
+        self._read([1] * rows, length, rows=rows, skipped=skipped)
+        return perf_counter() - start
 
     def _restore(self, page: Page, start: int, end: int) -> None:
         end = min(end, len(page.tokens) - 1)

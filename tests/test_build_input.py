@@ -199,6 +199,20 @@ def test_options_beyond_what_can_be_built(
         (["--draft", "ngram+ngram"], "--draft ngram+ngram: received no draft model"),
         (["--draft", "ngram+none"], "--draft ngram+none: received no draft model"),
         (["--draft", "ngram+ngram+x"], "Expected ngram+PATH, a draft's directory or hub id"),
+        (["--draft", "layer-skip", "--skip-layers", "1-2"], "--skip-layers: received '1-2'"),
+        (["--draft", "layer-skip", "--skip-layers", "0,1"], "0 to 1, and not all of them"),
+        (["--draft", "layer-skip", "--search-seconds", "0"], "--search-seconds: received 0. Exp"),
+        (
+            ["--draft", "layer-skip", "--skip-layers", "1", "--search-seconds", "9"],
+            "--search-seconds: received it with --skip-layers",
+        ),
+        (["--draft", "layer-skip", "--min-ngram", "2"], "--min-ngram 2: received it without"),
+        (
+            ["--draft", "layer-skip", "--draft-precision", "int4"],
+            "--draft-precision int4: received it without",
+        ),
+        (["--draft", "ngram", "--skip-layers", "1"], "Expected --draft layer-skip, which alone"),
+        (["--search-seconds", "5"], "--search-seconds 5.0: received it without its drafter"),
     ],
 )
 def test_bounds_of_a_lookup(

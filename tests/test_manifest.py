@@ -15,14 +15,18 @@ from runtime.contract import CacheSpec
 from runtime.errors import BundleError
 from runtime.manifest import (
     SCHEMA,
+    EagleDraft,
     FileRecord,
     Gate,
+    LayerSkipDraft,
     Limits,
     Manifest,
+    MedusaDraft,
     ModelCard,
     ModelDraft,
     NgramDraft,
     NgramPlusDraft,
+    RetokenizedDraft,
 )
 
 TEXT = st.text(max_size=20)
@@ -45,6 +49,33 @@ NGRAMS = st.tuples(st.integers(1, MOST_NGRAM), st.integers(1, MOST_NGRAM)).map(
     lambda bounds: NgramDraft(min_ngram=min(bounds), max_ngram=max(bounds))
 )
 MODELS = st.builds(ModelDraft, card=CARDS)
+SKIPPED = st.sets(st.integers(0, 200), min_size=1).map(
+    lambda layers: LayerSkipDraft(skipped_layers=tuple(sorted(layers)))
+)
+EAGLES = st.builds(
+    EagleDraft,
+    version=st.sampled_from((1, 3)),
+    card=CARDS,
+    taps=st.lists(COUNT, max_size=3).map(tuple),
+    feature_width=COUNT,
+    state_width=COUNT,
+)
+MEDUSAS = st.builds(
+    MedusaDraft,
+    name=TEXT,
+    revision=TEXT,
+    sha256=TEXT,
+    parameters=COUNT,
+    precision=TEXT,
+    num_heads=st.integers(1, 9),
+    vocab_size=COUNT,
+    feature_width=COUNT,
+)
+RETOKENIZED = st.builds(RetokenizedDraft, card=CARDS)
+WITH_WEIGHTS = MODELS | EAGLES | MEDUSAS | RETOKENIZED
+DRAFTS = (
+    WITH_WEIGHTS | NGRAMS | SKIPPED | st.builds(NgramPlusDraft, ngram=NGRAMS, other=WITH_WEIGHTS)
+)
 GATES = st.builds(
     Gate, name=TEXT, status=TEXT, reason=TEXT, figures=st.dictionaries(TEXT, FIGURE, max_size=3)
 )
@@ -54,7 +85,7 @@ MANIFESTS = st.builds(
     versions=st.dictionaries(TEXT, TEXT, max_size=3),
     backend=TEXT,
     target=CARDS,
-    draft=st.none() | MODELS | NGRAMS | st.builds(NgramPlusDraft, ngram=NGRAMS, other=MODELS),
+    draft=st.none() | DRAFTS,
     limits=st.builds(
         Limits,
         max_batch=COUNT,

@@ -107,7 +107,7 @@ def _region(graph: ir.Graph, before: ir.Value, behind: ir.Value) -> _Region:
     nodes = _between(graph, before, behind)
     inputs = {value.name: value for value in graph.inputs}
     made = {value for node in nodes for value in node.outputs}
-    presents = [value for value in graph.outputs if value in made]
+    presents = [v for v in graph.outputs if v in made and str(v.name).startswith("present.")]
     pasts = [inputs[str(v.name).replace("present", "past_key_values", 1)] for v in presents]
     bypass, entering = ([], [before]) if norm is None else _as_terms(before, _bias(norm))
     region = _Region(
@@ -175,7 +175,7 @@ def _check_closed(region: _Region, made: set[ir.Value]) -> None:
 
 def _redirect(graph: ir.Graph, region: _Region, node: ir.Node) -> None:
     """Let everything outside the region read the If's outputs; they take over the names."""
-    nodes = set(region.nodes)
+    nodes = {*region.nodes, *region.bypass}
     for inner, outer in zip(region.results, node.outputs, strict=True):
         outer.type, outer.shape = inner.type, inner.shape
         for use in list(inner.uses()):
