@@ -16,6 +16,8 @@ import onnx_ir as ir
 
 from runtime.errors import UnsupportedModel
 
+from .matching import producer
+
 SKIP_NORMS = ("SkipSimplifiedLayerNormalization", "SkipLayerNormalization")
 _SUM = 3  # output of a skip norm
 _ATTENTIONS = ("GroupQueryAttention", "Attention")
@@ -80,13 +82,11 @@ class _Stream:
 
     def is_sum(self, value: ir.Value) -> bool:
         """Whether two hidden states were added to make it."""
-        node = value.producer()
-        while node is not None and node.op_type == "Reshape":  # OPT takes the rows together
-            value = node.inputs[0]
-            node = value.producer()
-        if node is None:
+        made = _behind_reshapes(value)
+        node = made.producer() if made is not None else None
+        if made is None or node is None:
             return False
-        is_sum = node.op_type == "Add" or (node.op_type in SKIP_NORMS and value.index() == _SUM)
+        is_sum = node.op_type == "Add" or (node.op_type in SKIP_NORMS and made.index() == _SUM)
         return is_sum and all(v in self._hidden for v in node.inputs[:2])
 
     def _without_detours(self, logits: ir.Value) -> list[ir.Value]:
@@ -128,6 +128,12 @@ class _Stream:
         """Order of the graph; of a skip norm the sum comes first."""
         node = value.producer()
         return (-1, 0) if node is None else (self._order[node], -(value.index() or 0))
+
+
+def _behind_reshapes(value: ir.Value | None) -> ir.Value | None:
+    """What a reshape only hands on: OPT takes the rows of a batch together."""
+    node = producer(value, "Reshape")
+    return value if node is None else _behind_reshapes(node.inputs[0])
 
 
 def _descendants(graph: ir.Graph) -> set[ir.Value]:

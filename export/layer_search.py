@@ -76,6 +76,11 @@ def score(skipped: Layers, hits: Hits, costs: StepCosts, most: int) -> Score:
     )
 
 
+def ceiling(skipped: Layers, costs: StepCosts, most: int) -> float:
+    """The speed-up if every draft were accepted: what no acceptance can exceed."""
+    return score(skipped, [[True] * most], costs, most).speedup
+
+
 def _reached(hits: Hits, k: int) -> float:
     """The share of places from which k tokens in a row are hit: misses cluster, as drafts' do."""
     runs = [all(page[i : i + k]) for page in hits for i in range(len(page) - k + 1)]
@@ -88,13 +93,15 @@ class LayerSearch:
 
     layers: int
     evaluate: Callable[[Layers], Score]
+    ceiling: Callable[[Layers], float]  # what is at most the best so far isn't tried
     deadline: float  # of perf_counter
     seen: dict[Layers, Score] = field(default_factory=dict)
 
     def run(self) -> Score:
         """The best set found; at least one is tried."""
         for candidate in self._starts():
-            self._try(candidate)
+            if self._may_win(candidate) or len(candidate) == 1:
+                self._try(candidate)
             if self._late():
                 break
         while not self._late() and self._climb():
@@ -102,7 +109,10 @@ class LayerSearch:
         return self._best()
 
     def _starts(self) -> Iterator[Layers]:
-        """Ends of several lengths, then each layer alone, then the least missed ones together."""
+        """Ends of several lengths, then each layer alone, then the least missed ones together.
+
+        A layer alone is tried for what it tells, though it can't win.
+        """
         n = self.layers
         yield frozenset(range(max(1, n // 3), n - n // 3))
         for first in range(1, n, max(1, n // 12)):
@@ -121,7 +131,9 @@ class LayerSearch:
         for candidate in _neighbours(best.skipped, self.layers):
             if self._late():
                 return False
-            if candidate not in self.seen and self._try(candidate).speedup > best.speedup:
+            if candidate in self.seen or not self._may_win(candidate):
+                continue
+            if self._try(candidate).speedup > best.speedup:
                 return True
         return False
 
@@ -129,6 +141,9 @@ class LayerSearch:
         if candidate not in self.seen:
             self.seen[candidate] = self.evaluate(candidate)
         return self.seen[candidate]
+
+    def _may_win(self, candidate: Layers) -> bool:
+        return not self.seen or self.ceiling(candidate) > self._best().speedup
 
     def _best(self) -> Score:
         return max(self.seen.values(), key=lambda s: s.speedup)

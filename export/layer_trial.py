@@ -20,7 +20,7 @@ from runtime.sampling import SamplingParams
 from runtime.sampling_inputs import SamplingInputs
 from runtime.text import Text
 
-from .layer_search import Layers, LayerSearch, Score, StepCosts, score
+from .layer_search import Layers, LayerSearch, Score, StepCosts, ceiling, score
 from .profile import encoded
 from .skippable_graph import Array, Page, SkippableGraph
 from .special_tokens import SpecialTokens
@@ -64,6 +64,7 @@ def choose_layers(
     search = LayerSearch(
         layers=cache.layers,
         evaluate=lambda skipped: on(chosen_by, skipped),
+        ceiling=lambda skipped: ceiling(skipped, costs, most),
         deadline=start + seconds,
     )
     best = search.run()

@@ -26,7 +26,7 @@ from export.certificates import law
 from export.certificates.check import Effort, check
 from export.cli import app
 from export.draft_tail import tail_model
-from export.layer_search import Layers, LayerSearch, Score, StepCosts, score
+from export.layer_search import Layers, LayerSearch, Score, StepCosts, ceiling, score
 from export.layer_skip_draft import parse_layers
 from export.layer_trial import _open as open_search
 from export.layer_trial import choose_layers
@@ -294,16 +294,44 @@ def test_misses_that_cluster_reach_further() -> None:
 @pytest.mark.parametrize("wanted", [{3, 4, 8}, {0}, {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11}])
 def test_a_climb_finds_the_top_of_a_hill(wanted: set[int]) -> None:
     """Of 4,094 sets over 12 layers; every layer counts by itself."""
-    search = LayerSearch(layers=12, evaluate=hill(wanted), deadline=perf_counter() + 60)
+    search = LayerSearch(
+        layers=12, evaluate=hill(wanted), ceiling=far, deadline=perf_counter() + 60
+    )
     assert search.run().skipped == wanted
     assert len(search.seen) < 1000
     assert all(0 < len(tried) < 12 for tried in search.seen)
 
 
 def test_a_search_without_time_tries_one_set() -> None:
-    search = LayerSearch(layers=12, evaluate=hill({3}), deadline=0.0)
+    search = LayerSearch(layers=12, evaluate=hill({3}), ceiling=far, deadline=0.0)
     assert search.run().skipped in search.seen
     assert len(search.seen) == 1
+
+
+def test_what_cannot_win_is_not_tried() -> None:
+    """Of sets that are worth less at best than what was found, only lone layers are."""
+    deadline = perf_counter() + 60
+    search = LayerSearch(
+        layers=12, evaluate=hill({1, 2, 3}), ceiling=lambda s: -len(s), deadline=deadline
+    )
+    best = search.run()
+    tried = list(search.seen)
+    for i, skipped in enumerate(tried[1:], start=1):
+        so_far = max(search.seen[earlier].speedup for earlier in tried[:i])
+        assert len(skipped) == 1 or -len(skipped) > so_far
+    assert best.speedup == max(score.speedup for score in search.seen.values())
+    assert len(tried) < 40
+
+
+def test_a_ceiling_is_what_full_acceptance_brings() -> None:
+    hits = [[True] * 50]
+    for count in (1, 4, 8):
+        skipped = frozenset(range(count))
+        assert ceiling(skipped, COSTS, 3) == score(skipped, hits, COSTS, 3).speedup
+
+
+def far(skipped: Layers) -> float:
+    return 100.0
 
 
 def hill(wanted: set[int]):  # type: ignore[no-untyped-def]
