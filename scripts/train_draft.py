@@ -273,7 +273,7 @@ def make(
         case Kind.MODEL:
             return make_model(run, layer_ids, start)
         case Kind.EAGLE3:
-            return make_eagle(run)
+            return make_eagle(run, start)
         case Kind.MEDUSA:
             return make_medusa(run)
 

@@ -13,13 +13,15 @@ started at pair i, on the same tokens; pair i + j of a chain sits at position i 
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from .errors import TargetError
+from .errors import StateError, TargetError
 from .features import TAPS
 
 
@@ -233,6 +235,25 @@ class EagleHead(nn.Module):
         state = self.state_dict()
         scale = state.pop("feature_scale")
         return state | {"fc.weight": state["fc.weight"] / scale}
+
+    def begin_from(self, directory: Path) -> None:
+        """Take the tensors of a published head with the same draft vocabulary.
+
+        Raises:
+            StateError: they aren't there, or of another shape.
+        """
+        state = self.state_dict()
+        scale = state.pop("feature_scale")
+        try:
+            stored = load_file(directory / "model.safetensors")
+            found = {name: stored[name].float() for name in state}
+            found["fc.weight"] *= scale
+            self.load_state_dict(found | {"feature_scale": scale})
+        except (OSError, KeyError, RuntimeError) as error:
+            raise StateError(
+                f"--start: {directory} isn't such a head ({error}). Expected an EAGLE-3 head that "
+                "this script wrote for this target and draft vocabulary."
+            ) from error
 
     def load_own_state(self, state: dict[str, torch.Tensor]) -> None:
         self.load_state_dict(state)

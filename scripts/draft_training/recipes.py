@@ -105,15 +105,20 @@ def _start_sha256(start: Path | None) -> str:
     return file_sha256(weights) if weights and weights.is_file() else ""
 
 
-def make_eagle(run: Run) -> ChainFigures:
-    """An EAGLE-3 head, which begins as the linear one of the first window of chunks."""
+def make_eagle(run: Run, start: Path | None) -> ChainFigures:
+    """An EAGLE-3 head, which begins as the linear one of the first window of chunks, or as the
+    published one in ``start``."""
     job, state = run.job, run.job.work / "eagle3.pt"
     head = head_from(job.target, torch.from_numpy(job.vocabulary))
-    options = replace(run.options, peak_lr=EAGLE_LR, decay_share=EAGLE_DECAY)
+    options = replace(
+        run.options, peak_lr=EAGLE_LR, decay_share=EAGLE_DECAY, start_sha256=_start_sha256(start)
+    )
     if not state.exists():
         first = range(min(options.window, len(job.split.chunks)))
         rows = (row for chunk in first for row in state_rows(job.work, chunk))
         linear_start(head, job.target, rows)
+        if start is not None:
+            head.begin_from(start)
     trainer = Trainer(head, chain_loss, options, state=state)
     run.finish(trainer, state_rows, collate_chains)
     figures = _measure(job, partial(chain_draft, head))
