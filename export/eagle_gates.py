@@ -19,6 +19,7 @@ from runtime.sampling import SamplingParams
 from runtime.sampling_inputs import SamplingInputs
 
 from . import gates
+from .eagle_graph import fuse_precision
 from .eagle_head import EagleHead
 from .eagle_module import eager_fuse, eager_module
 from .graphs import WrittenGraph
@@ -101,7 +102,7 @@ def _eager_rows(
     states = torch.from_numpy(np.array(features[None, : _true_pairs(tokens)]))
     if head.version == 3:
         fuse = eager_fuse(head)
-        _round(fuse, precision, rounded)
+        _round(fuse, fuse_precision(precision), rounded)
         states = fuse(states)
     _round(module, precision, rounded)
     found = []

@@ -15,7 +15,7 @@ from .eagle_head import EagleHead
 from .eagle_trace import trace_fuse, trace_head
 from .graphs import WrittenGraph
 from .portable import bind_weights, simplify
-from .precision import Precision
+from .precision import Precision, precision
 from .trace import cache_spec
 
 Share = Callable[[str], str | None]
@@ -23,7 +23,7 @@ Share = Callable[[str], str | None]
 
 def write_head(
     head: EagleHead,
-    precision: Precision,
+    chosen: Precision,
     max_context: int,
     store: WeightStore,
     *,
@@ -34,7 +34,7 @@ def write_head(
     """share: keys in the store of weights that are the target's."""
     model = simplify(trace_head(head, max_context))
     bind_weights(model, head.load)
-    lower(model, precision.quantizer())
+    lower(model, chosen.quantizer())
     append_draft_sampling(model, head.d2t, vocab_size=target_vocab, q_over=q_over)
     rounded = rounded_names(model)
     save(model, "draft", store, share=share)
@@ -43,11 +43,19 @@ def write_head(
     )
 
 
-def write_fuse(head: EagleHead, precision: Precision, store: WeightStore) -> frozenset[str]:
+def fuse_precision(asked: Precision) -> Precision:
+    """8 bits at least: it reads states of very different scale side by side.
+
+    On the example head 4 bits move what it gives by 13 %, 8 bits by 1 %.
+    """
+    return precision("int8") if asked.name == "int4" else asked
+
+
+def write_fuse(head: EagleHead, asked: Precision, store: WeightStore) -> frozenset[str]:
     """Returns the names of the weights that were quantized."""
     model = simplify(trace_fuse(head))
     bind_weights(model, head.load)
-    lower(model, precision.quantizer())
+    lower(model, fuse_precision(asked).quantizer())
     rounded = rounded_names(model)
     save(model, "fuse", store)
     return rounded

@@ -107,7 +107,7 @@ def built(layout: Layout, target: Path, place: Path, weights: str) -> Bundle:
 
 @pytest.mark.parametrize(
     ("layout", "weights"),
-    [(LAYOUTS[0], "fp32"), *((layout, "int8") for layout in LAYOUTS)],
+    [(LAYOUTS[0], "fp32"), (LAYOUTS[1], "int4"), *((layout, "int8") for layout in LAYOUTS)],
     ids=lambda value: value if isinstance(value, str) else value.name,
 )
 def test_a_bundle_of_each_layout(
