@@ -173,6 +173,10 @@ class RetokenizedDraft(_OfModel):
     feature_width: ClassVar[int] = 0
     vocab_size: ClassVar[int | None] = None
 
+    @property
+    def name(self) -> str:
+        return f"{self.card.name}, in its own tokens"
+
 
 @dataclass(frozen=True, kw_only=True)
 class NgramPlusDraft:

@@ -5,7 +5,7 @@ arXiv 2401.10774, section 3.1). With C tokens committed the target's last state 
 head 0 gives the first draft. One call computes all heads' logits; each draft is then sampled by the
 tail, so that penalties and masks see the drafts before it.
 
-Invariant: it holds nothing between rounds.
+Invariant: what it drafts depends on the target's features and on nothing of earlier rounds.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class MedusaDrafter:
     ) -> None:
         self._features = features
         self._buffers = buffers
-        self._num_heads = num_heads
+        self._length = 0
         self._state: Array = np.zeros((1, 1, features.width), np.float32)
         logits: Array = np.zeros((1, num_heads, heads.axes["head_vocab"]), np.float32)
         self._heads = heads.bind({"features": self._state}, {"head_logits": logits})
@@ -50,8 +50,8 @@ class MedusaDrafter:
 
     @property
     def length(self) -> int:
-        """It reads the target's rows."""
-        return int(self._buffers.target_lengths[0])
+        """As far as the target's states that it last read reach."""
+        return self._length
 
     def acceptance(self, measured: float | None) -> Acceptance:
         prior = PRIOR_ACCEPTANCE if measured is None else measured
@@ -63,13 +63,15 @@ class MedusaDrafter:
         return Offer(num_tokens=min(most, len(self._tails)))
 
     def rollback(self, length: int) -> None:
-        """Nothing to forget: the states are the target's."""
+        """The states are the target's, whose length says which count."""
+        self._length = min(self._length, length)
 
     def propose(self, tokens: Sequence[int], k: int, constraint: Constraint) -> Proposal:
         """x_1 … x_k ~ q, behind the committed `tokens`."""
         wanted = self.offer(tokens, k).num_tokens
         if not wanted or not constraint.open_row(0):
             return Proposal(num_drafted=0, seconds=0.0)
+        self._length = len(tokens) - 1
         self._features.copy(len(tokens) - 2, self._state)
         seconds, drafted = self._heads.run(), 0
         while drafted < wanted and constraint.open_row(drafted):

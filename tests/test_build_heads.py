@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import onnx_ir as ir
 import pytest
 from tiny_checkpoints import VOCAB, llama_config, save
 from tiny_heads import (
@@ -30,16 +31,20 @@ from tiny_heads import (
     write_head,
 )
 
-from export import build as build_module
-from export import graphs
-from export.build import BuildRequest, build
+from export.build import BuildRequest, _warn_of_acceptance, build
 from export.certificates.contract import certify
+from export.checkpoint import open_checkpoint
+from export.gate_graph import GateGraph
+from export.gates import exact_arithmetic, features_parity
+from export.graphs import rounded_weights
+from export.precision import precision
 from runtime import Decoder, SamplingParams
 from runtime.bundle import Bundle
 from runtime.errors import GateFailed
 from runtime.manifest import EagleDraft, NgramPlusDraft
 
 LAYERS, CONTEXT = 7, 96
+TAPS = (2, 3, 4)  # where nothing else is said
 PROMPT = "the quick brown fox and the lazy dog"
 
 
@@ -90,14 +95,15 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def built(layout: Layout, target: Path, place: Path, weights: str) -> Bundle:
-    head = place / f"head-{weights}"
+def built(layout: Layout, target: Path, place: Path, weights: str, draft: str = "{}") -> Bundle:
+    """draft: what `--draft` is given, `{}` standing for the head's directory."""
+    head = place / "head"
     head.mkdir()
     write_head(head, layout.config, layout.state(), layout.file)
     request = BuildRequest(
         target=str(target),
-        draft=str(head),
-        out=place / f"bundle-{weights}",
+        draft=draft.format(head),
+        out=place / "bundle",
         precision=weights,
         max_context=CONTEXT,
         max_draft_tokens=4,
@@ -105,93 +111,93 @@ def built(layout: Layout, target: Path, place: Path, weights: str) -> Bundle:
     return Bundle.load(build(request))
 
 
-@pytest.mark.parametrize(
-    ("layout", "weights"),
-    [(LAYOUTS[0], "fp32"), (LAYOUTS[1], "int4"), *((layout, "int8") for layout in LAYOUTS)],
-    ids=lambda value: value if isinstance(value, str) else value.name,
-)
-def test_a_bundle_of_each_layout(
-    kept_traces: None, layout: Layout, target: Path, tmp_path: Path, weights: str
-) -> None:
-    bundle = built(layout, target, tmp_path, weights)
+def by_name(name: str) -> Layout:
+    return next(layout for layout in LAYOUTS if layout.name == name)
+
+
+@pytest.fixture(scope="module")
+def eagle3(kept_traces: None, target: Path, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    return built(by_name("EAGLE-3"), target, tmp_path_factory.mktemp("eagle3"), "int8")
+
+
+def check_bundle(bundle: Bundle) -> None:
+    """Gates, certificate, and text that is the target's."""
     gates = {gate.name: gate for gate in bundle.manifest.gates}
     assert {"draft parity", "features"} <= set(gates)
     assert all(gate.status == "passed" for gate in gates.values())
     certificate = certify(bundle)
     assert certificate.status == "passed", certificate.reason
+    greedy = SamplingParams(max_tokens=24)
     with Decoder.load(bundle.path, threads=1) as decoder:
-        for params in (SamplingParams(max_tokens=24), SamplingParams(temperature=1, seed=3)):
-            drafted = decoder.generate(PROMPT, params, num_draft_tokens=2)
-            assert drafted.stats.num_draft_tokens > 0
-        plain = decoder.generate(PROMPT, SamplingParams(max_tokens=24), num_draft_tokens=0)
-        drafted = decoder.generate(PROMPT, SamplingParams(max_tokens=24), num_draft_tokens=2)
+        sampled = SamplingParams(temperature=1, seed=3, max_tokens=24)
+        assert decoder.generate(PROMPT, sampled, num_draft_tokens=2).stats.num_draft_tokens > 0
+        plain = decoder.generate(PROMPT, greedy, num_draft_tokens=0)
+        drafted = decoder.generate(PROMPT, greedy, num_draft_tokens=2)
+    assert drafted.stats.num_draft_tokens > 0
     assert drafted.token_ids == plain.token_ids
+
+
+def test_a_bundle_of_an_eagle3_head(eagle3: Bundle) -> None:
+    check_bundle(eagle3)
+
+
+@pytest.mark.parametrize("name", ["EAGLE-1", "Medusa 2"])
+def test_a_bundle_of_another_kind(
+    kept_traces: None, target: Path, tmp_path: Path, name: str
+) -> None:
+    check_bundle(built(by_name(name), target, tmp_path, "int8"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["fp32", "int8", "int4"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_a_bundle_of_each_layout(
+    kept_traces: None, layout: Layout, target: Path, tmp_path: Path, weights: str
+) -> None:
+    check_bundle(built(layout, target, tmp_path, weights))
 
 
 def test_a_lookup_before_a_head(kept_traces: None, target: Path, tmp_path: Path) -> None:
     """q is over the target's vocabulary then, though the head knows some tokens alone."""
-    head = tmp_path / "head"
-    head.mkdir()
-    write_head(head, LAYOUTS[0].config, LAYOUTS[0].state(), LAYOUTS[0].file)
-    request = BuildRequest(
-        target=str(target),
-        draft=f"ngram+{head}",
-        out=tmp_path / "bundle",
-        precision="fp32",
-        max_context=CONTEXT,
-        max_draft_tokens=4,
-    )
-    bundle = Bundle.load(build(request))
+    bundle = built(by_name("EAGLE-3"), target, tmp_path, "fp32", "ngram+{}")
     assert bundle.manifest.draft_vocab_size == VOCAB
     assert isinstance(bundle.manifest.draft, NgramPlusDraft)
     assert isinstance(bundle.manifest.draft.other, EagleDraft)
-    assert certify(bundle).status == "passed"
-    with Decoder.load(bundle.path, threads=1) as decoder:
-        params = SamplingParams(max_tokens=24)
-        plain = decoder.generate(PROMPT * 2, params, num_draft_tokens=0)
-        drafted = decoder.generate(PROMPT * 2, params, num_draft_tokens=3)
-    assert drafted.token_ids == plain.token_ids
+    check_bundle(bundle)
 
 
-@pytest.mark.parametrize("off", [-1, 1])
-def test_a_tap_that_is_off_by_one_fails_the_gate(
-    kept_traces: None, target: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, off: int
-) -> None:
-    """The planted fault: the traced graph takes the neighbour's state."""
-    head = tmp_path / "head"
-    head.mkdir()
-    write_head(head, LAYOUTS[0].config, LAYOUTS[0].state(), LAYOUTS[0].file)
-    made = graphs.trace_decoder
+@pytest.mark.parametrize("off", [-1, 0, 1])
+def test_a_tap_that_is_off_by_one_fails_the_gate(eagle3: Bundle, target: Path, off: int) -> None:
+    """The planted fault: the graph's states are those of the neighbouring layers."""
+    card, checkpoint = eagle3.manifest.target, open_checkpoint(target)
+    path = eagle3.model_path("target")
 
-    def shifted(*args: Any, taps: tuple[int, ...] = (), **options: Any) -> Any:
-        return made(*args, taps=tuple(tap + off for tap in taps), **options)
+    def judge() -> None:
+        with exact_arithmetic(path) as variant:
+            features_parity(
+                GateGraph(variant, card.cache, card.vocab_size),
+                checkpoint.load_eager,
+                list(range(40, 60)),
+                [tap + off for tap in TAPS],
+                precision("int8"),
+                rounded_weights(ir.load(path), checkpoint),
+                needs_bytes=0,
+            )
 
-    monkeypatch.setattr(graphs, "trace_decoder", shifted)
-    request = BuildRequest(
-        target=str(target),
-        draft=str(head),
-        out=tmp_path / "bundle",
-        precision="fp32",
-        max_context=CONTEXT,
-    )
-    with pytest.raises(GateFailed, match=r"gate features: state [234]"):
-        build(request)
-    assert [path.name for path in tmp_path.iterdir()] == ["head"]
+    if off == 0:
+        judge()
+        return
+    with pytest.raises(GateFailed, match=r"gate features: state [12345]"):
+        judge()
 
 
 def test_a_draft_that_fits_nothing_is_told(
-    kept_traces: None,
-    target: Path,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    eagle3: Bundle, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What no file shows."""
-    monkeypatch.setattr(build_module, "measure", lambda *_: {"acceptance": 0.0})
-    with caplog.at_level(logging.WARNING):
-        bundle = built(LAYOUTS[0], target, tmp_path, "int8")
+    for acceptance in (0.5, None, 0.01):
+        with caplog.at_level(logging.WARNING):
+            _warn_of_acceptance(eagle3.manifest, TAPS, acceptance)
     (warning,) = [r.getMessage() for r in caplog.records if "first drafts" in r.getMessage()]
-    assert "0 % of first drafts" in warning
-    assert "states [" in warning
-    assert bundle.manifest.draft is not None
-    assert bundle.manifest.draft.name in warning
+    assert warning.startswith("--draft head: received 1 % of first drafts")
+    assert f"states {list(TAPS)}" in warning
