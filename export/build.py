@@ -181,13 +181,16 @@ def _warn_of_acceptance(
     manifest: Manifest, taps: tuple[int, ...], acceptance: float | None
 ) -> None:
     """What no file shows: that a draft, right in all its shapes, was made for something else."""
-    if manifest.draft_model is None or acceptance is None or acceptance >= LEAST_ACCEPTANCE:
+    draft = manifest.draft
+    if draft is None or not {"draft", "heads"} & set(draft.graphs):
+        return  # nothing that was trained
+    if acceptance is None or acceptance >= LEAST_ACCEPTANCE:
         return
     reads = f", and that it reads the target's states {list(taps)}" if taps else ""
     logger.warning(
         "--draft %s: received %.0f %% of first drafts accepted on the shipped prompts. Expected at "
         "least %.0f %%; check that it was trained for %s%s, and its map of tokens (d2t).",
-        manifest.draft_model.name,
+        draft.name,
         100 * acceptance,
         100 * LEAST_ACCEPTANCE,
         manifest.target.name,

@@ -56,7 +56,7 @@ def open_drafter(
         _refuse(layers, f"--draft {LAYER_SKIP}, which alone leaves layers out")
     if request.source is not None and request.source.startswith(PLUS):
         return _open_plus(request, target, context=context, target_precision=target_precision)
-    if request.source in (None, NGRAM):
+    if request.source in (None, NGRAM, LAYER_SKIP):
         asked = {"--retokenize": "" if request.retokenize else None}
         _refuse(asked, "--draft PATH, a model whose tokenizer isn't the target's")
     if request.source == NGRAM:
@@ -119,12 +119,13 @@ def _open_plus(
     )
     behind = replace(request, source=rest, min_ngram=None, max_ngram=None, q_over=QOver.TARGET)
     other = None
-    if rest not in ("", "none", NGRAM) and not rest.startswith(PLUS):
+    if rest not in ("", "none", NGRAM, LAYER_SKIP) and not rest.startswith(PLUS):
         other = open_drafter(behind, target, context=context, target_precision=target_precision)
     if other is None:
         raise BuildError(
             f"--draft {request.source}: received no draft model behind the lookup. Expected "
-            f"{PLUS}PATH, a draft's directory or hub id; --draft {NGRAM} looks up alone."
+            f"{PLUS}PATH, the directory or hub id of a draft or of heads; --draft {NGRAM} looks up "
+            "alone."
         )
     return NgramPlusPlan(lookup=lookup, other=other)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ from export.precision import precision
 from runtime import Decoder, SamplingParams
 from runtime.bundle import Bundle
 from runtime.errors import GateFailed
-from runtime.manifest import EagleDraft, NgramPlusDraft
+from runtime.manifest import EagleDraft, MedusaDraft, NgramDraft, NgramPlusDraft
 
 LAYERS, CONTEXT = 7, 96
 TAPS = (2, 3, 4)  # where nothing else is said
@@ -201,3 +201,23 @@ def test_a_draft_that_fits_nothing_is_told(
     (warning,) = [r.getMessage() for r in caplog.records if "first drafts" in r.getMessage()]
     assert warning.startswith("--draft head: received 1 % of first drafts")
     assert f"states {list(TAPS)}" in warning
+
+
+def test_heads_that_fit_nothing_are_told(eagle3: Bundle, caplog: pytest.LogCaptureFixture) -> None:
+    """And a lookup that finds little is not."""
+    heads = MedusaDraft(
+        name="heads",
+        revision="",
+        sha256="",
+        parameters=1,
+        precision="int8",
+        num_heads=1,
+        vocab_size=VOCAB,
+        feature_width=HIDDEN,
+    )
+    with caplog.at_level(logging.WARNING):
+        _warn_of_acceptance(replace(eagle3.manifest, draft=heads), (LAYERS,), 0.0)
+        lookup = NgramDraft(min_ngram=2, max_ngram=4)
+        _warn_of_acceptance(replace(eagle3.manifest, draft=lookup), (), 0.0)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("--draft heads: received 0 % of first drafts")

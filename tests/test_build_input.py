@@ -198,7 +198,7 @@ def test_options_beyond_what_can_be_built(
         (["--draft", "ngram+"], "--draft ngram+: received no draft model behind the lookup"),
         (["--draft", "ngram+ngram"], "--draft ngram+ngram: received no draft model"),
         (["--draft", "ngram+none"], "--draft ngram+none: received no draft model"),
-        (["--draft", "ngram+ngram+x"], "Expected ngram+PATH, a draft's directory or hub id"),
+        (["--draft", "ngram+ngram+x"], "Expected ngram+PATH, the directory or hub id of a draft"),
         (["--draft", "layer-skip", "--skip-layers", "1-2"], "--skip-layers: received '1-2'"),
         (["--draft", "layer-skip", "--skip-layers", "0,1"], "0 to 1, and not all of them"),
         (["--draft", "layer-skip", "--search-seconds", "0"], "--search-seconds: received 0. Exp"),
@@ -213,6 +213,8 @@ def test_options_beyond_what_can_be_built(
         ),
         (["--draft", "ngram", "--skip-layers", "1"], "Expected --draft layer-skip, which alone"),
         (["--search-seconds", "5"], "--search-seconds 5.0: received it without its drafter"),
+        (["--draft", "layer-skip", "--retokenize"], "--retokenize: received it without its"),
+        (["--draft", "ngram+layer-skip"], "--draft ngram+layer-skip: received no draft model"),
     ],
 )
 def test_bounds_of_a_lookup(

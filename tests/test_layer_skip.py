@@ -34,7 +34,7 @@ from export.special_tokens import SpecialTokens
 from runtime import Decoder, SamplingParams
 from runtime.bundle import Bundle
 from runtime.engine import load_rounds
-from runtime.errors import BuildError, UnsupportedModel
+from runtime.errors import BuildError, BundleError, UnsupportedModel
 from runtime.executor import EngineOptions
 from runtime.layer_runs import as_text, runs
 from runtime.manifest import LayerSkipDraft
@@ -394,7 +394,7 @@ def test_layers_that_are_none(text: str) -> None:
 
 def test_an_empty_set_is_no_draft() -> None:
     for layers in ((), (2, 1), (1, 1), (-1,)):
-        with pytest.raises(Exception, match="ascending layers, at least one"):
+        with pytest.raises(BundleError, match="ascending layers, at least one"):
             LayerSkipDraft(skipped_layers=layers)
 
 
@@ -403,7 +403,7 @@ def test_a_bundle_whose_layers_do_not_exist(bundle: Path, tmp_path: Path) -> Non
     wrong = dataclasses.replace(manifest, draft=LayerSkipDraft(skipped_layers=(0, 2)))
     copy = Path(shutil.copytree(bundle, tmp_path / "copy"))
     (copy / "manifest.json").write_text(wrong.to_json())
-    with pytest.raises(Exception, match=r"received 0,2\. Expected some of the target's 2 layers"):
+    with pytest.raises(BundleError, match=r"received 0,2\. Expected some of the target's 2 layers"):
         Bundle.load(copy)
 
 
