@@ -17,6 +17,12 @@ for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(_variable, "2")
 
 import pytest  # noqa: E402
+from hypothesis import settings  # noqa: E402
+
+# The same examples each time, so that a change alone can fail; `scripts/test --all` looks further.
+settings.register_profile("steady", derandomize=True)
+settings.register_profile("search", print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
