@@ -13,11 +13,15 @@ import numpy as np
 
 @dataclass(frozen=True, kw_only=True)
 class BlockFormat:
-    """How weights are stored: `bits` 4 or 8, `block` a power of two of at least 16."""
+    """How weights are stored: `bits` 4 or 8, `block` a power of two of at least 16.
+
+    half_scales: scales are rounded to f16, and stored so.
+    """
 
     bits: int
     block: int
     symmetric: bool
+    half_scales: bool = False
 
     def __post_init__(self) -> None:
         if self.bits not in (4, 8) or self.block < 16 or self.block & (self.block - 1):
@@ -34,6 +38,11 @@ class BlockFormat:
         """Bytes of one block's codes."""
         return self.block * self.bits // 8
 
+    @property
+    def top(self) -> int:
+        """The highest code."""
+        return (1 << self.bits) - 1
+
     def zero_point_bytes(self, features: int) -> int:
         """Bytes of one row's packed zero points."""
         return -(-self.blocks(features) * self.bits // 8)
@@ -42,16 +51,34 @@ class BlockFormat:
 @dataclass(frozen=True, kw_only=True)
 class QuantizedWeight:
     codes: np.ndarray  # [out, blocks, blob_bytes] u8, low-order codes first
-    scales: np.ndarray  # [out, blocks] f32
+    scales: np.ndarray  # [out, blocks] f32; with half_scales every one of them an f16 number
     zero_points: np.ndarray | None  # [out, zero_point_bytes] u8, packed alike; None: 2^(bits-1)
 
 
 def quantize(weight: np.ndarray, fmt: BlockFormat) -> QuantizedWeight:
     """Round `weight` [out, in] f32 to the nearest codes of its blocks."""
     blocks = _blocked(weight, fmt)  # [out, blocks, block]
+    scales, zeros = steps(weight, fmt)
+    codes = np.clip(np.rint(blocks / scales[..., None]) + zeros[..., None], 0, fmt.top)
+    return packed(codes, scales, zeros, fmt)
+
+
+def steps(weight: np.ndarray, fmt: BlockFormat) -> tuple[np.ndarray, np.ndarray]:
+    """Scale and zero point of each block of `weight` [out, in]: [out, blocks] f32 each."""
+    blocks = _blocked(weight, fmt)
     scales, zeros = (_symmetric if fmt.symmetric else _asymmetric)(blocks, fmt.bits)
-    top = (1 << fmt.bits) - 1
-    codes = np.clip(np.rint(blocks / scales[..., None]) + zeros[..., None], 0, top)
+    if fmt.half_scales:
+        scales = _nonzero(_as_half(scales))
+    return scales, zeros
+
+
+def packed(
+    codes: np.ndarray,  # [out, blocks, block], whole numbers from 0 to fmt.top
+    scales: np.ndarray,  # [out, blocks]
+    zeros: np.ndarray,  # [out, blocks]
+    fmt: BlockFormat,
+) -> QuantizedWeight:
+    """Codes in the layout that the engine reads."""
     return QuantizedWeight(
         codes=_pack(codes.astype(np.uint8), fmt.bits),
         scales=scales,
@@ -94,6 +121,11 @@ def _asymmetric(blocks: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
     high = np.maximum(blocks.max(-1), 0.0)
     scales = _nonzero((high - low) / top)
     return scales, np.clip(np.rint(-low / scales), 0, top)
+
+
+def _as_half(scales: np.ndarray) -> np.ndarray:
+    most = np.finfo(np.float16).max
+    return np.clip(scales, -most, most).astype(np.float16).astype(np.float32)
 
 
 def _nonzero(scales: np.ndarray) -> np.ndarray:

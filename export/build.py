@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +19,12 @@ from runtime.text import Text
 
 from . import gates
 from .bundle_writer import BundleWriter
+from .calibrated import (
+    CalibrationPlan,
+    CalibrationRequest,
+    plan_calibration,
+    refuse_without_recipe,
+)
 from .checkpoint import Checkpoint, open_checkpoint
 from .draft_plan import DraftPlan, WrittenDraft
 from .drafters import DraftRequest, open_drafter
@@ -65,6 +71,7 @@ class BuildRequest:
     search_seconds: float | None = None
     retokenize: bool = False  # a draft of another tokenizer
     gate: FidelityGate | None = None  # None: how far it is from a reference isn't judged
+    calibration: CalibrationRequest = field(default_factory=CalibrationRequest)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +82,7 @@ class _Plan:
     draft: DraftPlan | None
     precision: Precision
     limits: Limits
+    calibration: CalibrationPlan | None  # of a recipe that reads text
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -105,9 +113,14 @@ def _plan(request: BuildRequest) -> _Plan:
     batch = check_batch(request.max_batch)
     chosen = precision(request.precision)
     chosen = replace(chosen, rows_alike=chosen.rows_alike and request.rows_alike)
+    refuse_without_recipe(request.calibration, chosen)
     target = open_checkpoint(request.target)
     target.text_files()  # raises here rather than after minutes
     context = target_context(request.max_context, target.config, target.name)
+    calibration = None
+    if chosen.calibrated:
+        calibration = plan_calibration(request.calibration, target, chosen, context)
+        chosen = calibration.precision
     draft = open_drafter(_draft_request(request), target, context=context, target_precision=chosen)
     refuse_unsupported(target.config, context)
     refuse_unproven(target.config, target.eager_bytes(), gates.available_bytes())
@@ -124,6 +137,7 @@ def _plan(request: BuildRequest) -> _Plan:
         draft=draft,
         precision=chosen,
         limits=Limits(max_batch=batch, max_context=context, max_draft_tokens=k),
+        calibration=calibration,
     )
 
 
@@ -157,6 +171,8 @@ def _fill(plan: _Plan, directory: Path, progress: Progress) -> Manifest:
     onnx = directory / "onnx"
     onnx.mkdir()
     store = WeightStore(directory=onnx)
+    if plan.calibration is not None:
+        _write_report(directory, "calibration", plan.calibration.run(progress))
     progress(f"tracing and writing the target, {plan.target.name}, {plan.precision.name}")
     target = write_target(
         plan.target, plan.precision, plan.limits.max_context, store, taps=plan.taps

@@ -51,10 +51,18 @@ def build(
     ] = "none",
     backend: Annotated[str, typer.Option(help="onnxruntime.")] = "onnxruntime",
     precision: Annotated[
-        str, typer.Option(help="Of the target's weights: fp32, int8 or int4.")
+        str,
+        typer.Option(
+            help="Of the target's weights: fp32, int8, int4, or int4-gptq, which reads text to "
+            "choose its codes."
+        ),
     ] = "int8",
     draft_precision: Annotated[
         str | None, typer.Option(help="Of the draft's weights; default: the target's.")
+    ] = None,
+    calibration_prompts: Annotated[
+        list[Path] | None,
+        typer.Option(help="Of int4-gptq: JSON lines to read; default: a set of our own."),
     ] = None,
     no_rows_alike: Annotated[
         bool,
@@ -108,6 +116,7 @@ def build(
 
     from .build import BuildRequest
     from .build import build as run
+    from .calibrated import CalibrationRequest
     from .fidelity_gate import fidelity_gate
     from .inspect import as_json as described
 
@@ -118,6 +127,7 @@ def build(
         backend=backend,
         precision=precision,
         draft_precision=draft_precision,
+        calibration=CalibrationRequest(prompt_files=tuple(calibration_prompts or ())),
         rows_alike=not no_rows_alike,
         max_batch=max_batch,
         max_context=max_context,

@@ -20,7 +20,7 @@ from .medusa_draft import MedusaDraftPlan
 from .model_draft import ModelDraftPlan
 from .ngram_draft import NgramDraftPlan
 from .ngram_plus import NgramPlusPlan
-from .precision import Precision, precision
+from .precision import Precision, draft_precision
 from .retokenized_draft import RetokenizedDraftPlan
 
 NGRAM = "ngram"  # a directory of that name is ./ngram
@@ -87,7 +87,8 @@ def _open_weights(
 ) -> DraftPlan:
     """A drafter with weights of its own; what it is, its files say."""
     source = request.source or ""
-    chosen = precision(request.precision or target_precision.name, "--draft-precision")
+    default = target_precision.for_drafts or target_precision.name
+    chosen = draft_precision(request.precision or default)
     if request.retokenize:
         return RetokenizedDraftPlan.open(source, target, target_context=context, precision=chosen)
     match read_kind(source):

@@ -160,15 +160,17 @@ def round_weights(model: PreTrainedModel, precision: Precision, names: frozenset
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     chosen: dict[torch.nn.Parameter, set[str]] = {}
+    known: dict[torch.nn.Parameter, str] = {}  # as the graph calls it
     prefix = f"{model.base_model_prefix}."
     turned = {n.removesuffix(".T") for n in names if n.endswith(".T")}
     for stored in (n.removesuffix(".T") for n in names):
         name = find_name(stored, parameters, prefix) or stored
         chosen.setdefault(parameters[name], set()).add(name)
+        known[parameters[name]] = stored
     for parameter, its_names in chosen.items():
         is_turned = not turned.isdisjoint(its_names)
         weight = parameter.numpy().T if is_turned else parameter.numpy()
-        made = precision.rounded(np.ascontiguousarray(weight))
+        made = precision.rounded(np.ascontiguousarray(weight), known[parameter])
         rounded = torch.from_numpy(np.ascontiguousarray(made.T if is_turned else made))
         if its_names == {name for name, other in parameters.items() if other is parameter}:
             parameter.data = rounded

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from calibration.block_quantization import BlockFormat, QuantizedWeight, dequantize, quantize
+from calibration.solved import SolvedWeights
 from engines.onnxruntime.quantized import Quantizer
 from runtime.errors import BuildError
 
@@ -33,39 +34,63 @@ from runtime.errors import BuildError
 class Precision:
     """`format` None keeps weights f32.
 
-    rows_alike: whether a target's row is to have the same bits alone and among others, which needs
-    an engine that multiplies a lone row as it multiplies several: ONNX Runtime's 8 bits are so.
+    outer: of embedding and head, where theirs is another; rows_alike: whether a target's row is to
+    have the same bits alone and among others, which needs an engine that multiplies a lone row as
+    it multiplies several: ONNX Runtime's 8 bits are so. for_drafts: what a draft takes whose
+    precision nobody names; calibrated recipes are for targets.
     """
 
     name: str
     format: BlockFormat | None
+    outer: BlockFormat | None = None
     rows_alike: bool = False
+    calibrated: bool = False
+    for_drafts: str = ""
+    solved: SolvedWeights | None = None  # filled by export.calibrated; the rest is rounded
+
+    def format_of(self, name: str) -> BlockFormat:
+        """Of a weight by its name in a graph; joined ones are `a+b`."""
+        assert self.format is not None  # f32 has no quantizer
+        if self.outer is None or (self.solved is not None and name in self.solved):
+            return self.format
+        return self.outer
 
     def quantizer(self) -> Quantizer | None:
         if self.format is None:
             return None
-        fmt = self.format
+        return Quantizer(format_of=self.format_of, quantize=self._quantized)
 
-        def make(weight: np.ndarray, _name: str) -> QuantizedWeight:
-            return quantize(weight, fmt)
-
-        return Quantizer(format=fmt, quantize=make)
-
-    def rounded(self, weight: np.ndarray) -> np.ndarray:
-        """`weight` [out, in] as the engine sees it."""
+    def rounded(self, weight: np.ndarray, name: str = "") -> np.ndarray:
+        """`weight` [out, in], called `name` in the checkpoint, as the engine sees it."""
         if self.format is None:
             return weight
-        return dequantize(quantize(weight, self.format), self.format, weight.shape[1])
+        if self.solved is not None and self.solved.joined(name) is not None:
+            return self.solved.part(name, weight.shape)
+        fmt = self.format_of(name)
+        return dequantize(quantize(weight, fmt), fmt, weight.shape[1])
 
+    def _quantized(self, weight: np.ndarray, name: str) -> QuantizedWeight:
+        if self.solved is not None and name in self.solved:
+            return self.solved.load(name)
+        return quantize(weight, self.format_of(name))
+
+
+_INT8 = BlockFormat(bits=8, block=32, symmetric=True)
+_INT4 = BlockFormat(bits=4, block=32, symmetric=True)
 
 PRECISIONS = {
     p.name: p
     for p in (
         Precision(name="fp32", format=None),
+        Precision(name="int8", format=_INT8, rows_alike=True),
+        Precision(name="int4", format=_INT4),
         Precision(
-            name="int8", format=BlockFormat(bits=8, block=32, symmetric=True), rows_alike=True
+            name="int4-gptq",
+            format=BlockFormat(bits=4, block=64, symmetric=True, half_scales=True),
+            outer=BlockFormat(bits=8, block=64, symmetric=True, half_scales=True),
+            calibrated=True,
+            for_drafts="int4",
         ),
-        Precision(name="int4", format=BlockFormat(bits=4, block=32, symmetric=True)),
     )
 }
 
@@ -75,3 +100,15 @@ def precision(name: str, flag: str = "--precision") -> Precision:
     if name not in PRECISIONS:
         raise BuildError(f"{flag}: received {name!r}. Expected one of {', '.join(PRECISIONS)}.")
     return PRECISIONS[name]
+
+
+def draft_precision(name: str) -> Precision:
+    """The same for a draft, which isn't calibrated."""
+    chosen = precision(name, "--draft-precision")
+    if chosen.calibrated:
+        plain = [p.name for p in PRECISIONS.values() if not p.calibrated]
+        raise BuildError(
+            f"--draft-precision: received {name!r}, which calibrates a target. Expected one of "
+            f"{', '.join(plain)}."
+        )
+    return chosen

@@ -233,7 +233,7 @@ def test_embedding_with_whole_blocks_is_quantized_and_stored_once(
     quantizer = chosen.quantizer()
     assert quantizer is not None
     quantizer = type(quantizer)(
-        format=quantizer.format, quantize=quantizer.quantize, accuracy_level=1
+        format_of=quantizer.format_of, quantize=quantizer.quantize, accuracy_level=1
     )
     model, weight = tied(width)
     assert QuantizedLinearPass(quantizer)(model).modified

@@ -67,7 +67,9 @@ class OpenGraph:
         self._proto = onnx.load(model.path, load_external_data=False)
         graph = self._proto.graph
         stored = {t.name: t for t in graph.initializer}
-        found = [_Layer.of(node, stored, model.path.parent) for node in graph.node]
+        casts = [node for node in graph.node if node.op_type == "Cast"]
+        widened = {n.output[0]: n.input[0] for n in casts if n.input[0] in stored}
+        found = [_Layer.of(node, stored, widened, model.path.parent) for node in graph.node]
         self.weights: dict[str, _Layer] = {layer.name: layer for layer in found if layer}
 
     def opened(self, options: EngineOptions) -> OpenSession:
@@ -120,11 +122,16 @@ class _Layer:
     name: str
     node: onnx.NodeProto
     stored: Mapping[str, onnx.TensorProto]
+    widened: Mapping[str, str]  # value → the half-precision weight that it is made from
     folder: Path
 
     @classmethod
     def of(
-        cls, node: onnx.NodeProto, stored: Mapping[str, onnx.TensorProto], folder: Path
+        cls,
+        node: onnx.NodeProto,
+        stored: Mapping[str, onnx.TensorProto],
+        widened: Mapping[str, str],
+        folder: Path,
     ) -> _Layer | None:
         name = node.input[1] if node.op_type in _PRODUCTS else node.input[0] if node.input else ""
         if node.op_type not in (*_PRODUCTS, *_LOOKUPS) or name not in stored:
@@ -136,7 +143,7 @@ class _Layer:
         for suffix in (".table", ".codes", ".T"):
             name = name.removesuffix(suffix)
         place = " (lookup)" if node.op_type in _LOOKUPS else ""
-        return cls(name=name + place, node=node, stored=stored, folder=folder)
+        return cls(name=name + place, node=node, stored=stored, widened=widened, folder=folder)
 
     def read(self) -> Array:
         """As the product takes it [in, out], or the lookup [tokens, features]; f32."""
@@ -174,7 +181,7 @@ class _Layer:
         lookup = node.op_type in _LOOKUPS
         places = (0, 2, 3) if lookup else (1, 2, 3)
         parts = [node.input[i] if i < len(node.input) else "" for i in places]
-        codes, scales = self._stored(parts[0]), self._stored(parts[1])
+        codes, scales = self._stored(parts[0]), self._scales(parts[1])
         zeros = self._stored(parts[2]) if parts[2] else None
         fmt = BlockFormat(bits=values["bits"], block=values["block_size"], symmetric=zeros is None)
         rows = codes.shape[0]
@@ -186,6 +193,10 @@ class _Layer:
         )
         features = fmt.block * blocks.shape[1] if lookup else values["K"]
         return np.ascontiguousarray(dequantize(weight, fmt, features), np.float32)
+
+    def _scales(self, name: str) -> Array:
+        """f32; half ones are widened by a node."""
+        return self._stored(self.widened.get(name, name)).astype(np.float32)
 
     def _stored(self, name: str) -> Array:
         import onnx

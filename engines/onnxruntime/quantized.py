@@ -28,6 +28,8 @@ class BlockFormat(Protocol):
     @property
     def symmetric(self) -> bool: ...
     @property
+    def half_scales(self) -> bool: ...
+    @property
     def blob_bytes(self) -> int: ...
     def blocks(self, features: int) -> int: ...
     def zero_point_bytes(self, features: int) -> int: ...
@@ -44,9 +46,12 @@ class Quantized(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Quantizer:
-    """`quantize(weight [out, in] f32, name)` → codes, scales, zero points in `format`."""
+    """`quantize(weight [out, in] f32, name)` → codes, scales, zero points in `format_of(name)`.
 
-    format: BlockFormat
+    A name is the weight's in the graph: the checkpoint's, joined ones as `a+b`.
+    """
+
+    format_of: Callable[[str], BlockFormat]
     quantize: Callable[[np.ndarray, str], Quantized]
     accuracy_level: int = 4  # MatMulNBits: 4 multiplies by activations rounded to int8
 
@@ -65,7 +70,7 @@ class QuantizedLinearPass(ir.passes.InPlacePass):
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         linears = [n for n in model.graph if match_linear(n) is not None]
         tables = [n for n in model.graph if n.op_type == "Gather" and _reads_embedding(n)]
-        tables = [n for n in tables if self._in_whole_blocks(shape(n.inputs[0]))]  # type: ignore[arg-type]
+        tables = [n for n in tables if self._in_whole_blocks(n.inputs[0])]  # type: ignore[arg-type]
         parts = _Parts(model.graph, self.quantizer)
         for node in linears:
             linear = match_linear(node)  # anew: what it reads may be a layer replaced just now
@@ -78,20 +83,22 @@ class QuantizedLinearPass(ir.passes.InPlacePass):
             model.graph.opset_imports["com.microsoft"] = 1
         return ir.passes.PassResult(model, modified=bool(linears or tables))
 
-    def _in_whole_blocks(self, table: tuple[int, ...]) -> bool:
-        return len(table) == 2 and table[1] % self.quantizer.format.block == 0
+    def _in_whole_blocks(self, table: ir.Value) -> bool:
+        sizes, fmt = shape(table), self.quantizer.format_of(str(table.name))
+        return len(sizes) == 2 and sizes[1] % fmt.block == 0
 
     def _linear(self, graph: ir.Graph, linear: Linear, parts: _Parts) -> None:
         out_features, features = shape(linear.weight)
         codes, scales, zero_points = parts.of(linear.weight)
+        fmt = self.quantizer.format_of(str(linear.weight.name))
         node = ir.node(
             "MatMulNBits",
             [linear.x, codes, scales, zero_points, None, linear.bias],
             {
                 "K": features,
                 "N": out_features,
-                "bits": self.quantizer.format.bits,
-                "block_size": self.quantizer.format.block,
+                "bits": fmt.bits,
+                "block_size": fmt.block,
                 "accuracy_level": self.quantizer.accuracy_level,
             },
             domain="com.microsoft",
@@ -103,12 +110,13 @@ class QuantizedLinearPass(ir.passes.InPlacePass):
         weight, indices = gather.inputs[0], gather.inputs[1]
         assert weight is not None
         codes, scales, zero_points = parts.of(weight, flat=True)
+        fmt = self.quantizer.format_of(str(weight.name))
         node = ir.node(
             "GatherBlockQuantized",
             [codes, indices, scales, zero_points],
             {
-                "bits": self.quantizer.format.bits,
-                "block_size": self.quantizer.format.block,
+                "bits": fmt.bits,
+                "block_size": fmt.block,
                 "gather_axis": 0,
                 "quantize_axis": 1,
             },
@@ -132,17 +140,19 @@ class _Parts:
     def __init__(self, graph: ir.Graph, quantizer: Quantizer) -> None:
         self.graph, self.quantizer = graph, quantizer
         self._last: tuple[str, Quantized] | None = None
+        self._widened: dict[str, ir.Value] = {}
 
     def of(
         self, weight: ir.Value, *, flat: bool = False
     ) -> tuple[ir.Value, ir.Value, ir.Value | None]:
         """`flat` gives codes as a table [out, bytes]: the same bytes as [out, blocks, blob]."""
-        fmt, name = self.quantizer.format, str(weight.name)
+        name = str(weight.name)
+        fmt = self.quantizer.format_of(name)
         rows, features = shape(weight)
         blocks = fmt.blocks(features)
         code_shape = (rows, blocks * fmt.blob_bytes) if flat else (rows, blocks, fmt.blob_bytes)
         suffix = ".table" if flat else ""
-        u8, f32 = ir.DataType.UINT8, ir.DataType.FLOAT
+        u8 = ir.DataType.UINT8
         codes = lazy(
             self.graph,
             f"{name}.codes{suffix}",
@@ -152,14 +162,34 @@ class _Parts:
         )
         if flat:  # the same bytes as the product's codes: external data stores them once
             codes.metadata_props["outrider.same_bytes_as"] = f"{name}.codes"
-        scales = lazy(
-            self.graph, f"{name}.scales", lambda: self._made(weight).scales, f32, (rows, blocks)
-        )
+        scales = self._scales(weight, fmt, (rows, blocks))
         if fmt.symmetric:
             return codes, scales, None
         zero_shape = (rows, fmt.zero_point_bytes(features))
         zeros = lazy(self.graph, f"{name}.zeros", lambda: self._zeros(weight), u8, zero_shape)
         return codes, scales, zeros
+
+    def _scales(self, weight: ir.Value, fmt: BlockFormat, sizes: tuple[int, int]) -> ir.Value:
+        """f32 as the operators want them; half ones are made so when the engine loads the graph."""
+        name = f"{weight.name}.scales"
+        if not fmt.half_scales:
+            return lazy(
+                self.graph, name, lambda: self._made(weight).scales, ir.DataType.FLOAT, sizes
+            )
+        if name not in self._widened:
+            stored = lazy(
+                self.graph,
+                name,
+                lambda: self._made(weight).scales.astype(np.float16),
+                ir.DataType.FLOAT16,
+                sizes,
+            )
+            cast = ir.node("Cast", [stored], {"to": ir.DataType.FLOAT})
+            cast.outputs[0].shape = ir.Shape(sizes)
+            cast.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
+            self.graph.insert_before(self.graph[0], cast)
+            self._widened[name] = cast.outputs[0]
+        return self._widened[name]
 
     def _zeros(self, weight: ir.Value) -> np.ndarray:
         zeros = self._made(weight).zero_points
