@@ -8,8 +8,8 @@ is in it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Generic, TypeVar
@@ -46,6 +46,7 @@ class Calibration:
     tell: Callable[[str], None] = lambda _: None
     save_s: float = SAVE_S
     most_bytes: int = MOST_BYTES
+    divide: Mapping[str, Array] = field(default_factory=dict)  # by value: what its features are by
 
 
 def groups(sites: Sequence[Site], kind: type[Statistic], most_bytes: int) -> list[list[Site]]:
@@ -129,7 +130,7 @@ class _Reader:
         spec = replace(spec, outputs=(*spec.outputs, *map(watched, sites)))
         self._sites = sites
         self._all_rows = any(site.is_head for site in sites)  # a head reads as many as it gives
-        self._vocab = run.vocab
+        self._vocab, self._divide = run.vocab, run.divide
         path = graph.watching(sites)
         try:
             sizes = {"vocab": run.vocab}
@@ -154,7 +155,7 @@ class _Reader:
 
     def _finite(self, name: str, rows: Array) -> Array:
         if np.isfinite(rows).all():
-            return rows
+            return rows / self._divide[name] if name in self._divide else rows
         layer = next(site.weight for site in self._sites if site.reads == name)
         raise EngineError(
             f"{layer}: received inputs that are not finite, in the checkpoint's own arithmetic. "

@@ -35,7 +35,7 @@ from .graphs import WrittenGraph, write_accept, write_target
 from .limits import check_batch, check_draft_tokens, target_context
 from .model_card import model_card
 from .model_draft import ModelDraftPlan
-from .precision import Precision, precision
+from .precision import Precision, precision, refuse_backend
 from .profile import measure, versions
 
 logger = logging.getLogger(__name__)
@@ -113,6 +113,7 @@ def _plan(request: BuildRequest) -> _Plan:
     batch = check_batch(request.max_batch)
     chosen = precision(request.precision)
     chosen = replace(chosen, rows_alike=chosen.rows_alike and request.rows_alike)
+    refuse_backend(chosen, request.backend)
     refuse_without_recipe(request.calibration, chosen)
     target = open_checkpoint(request.target)
     target.text_files()  # raises here rather than after minutes

@@ -18,6 +18,7 @@ from typing import Any
 
 from calibration.answers import ANSWER_TOKENS, Tokens, Writer
 from calibration.collect import Calibration
+from calibration.input_scales import InputScales, find_scales
 from calibration.sites import ReferenceGraph
 from calibration.solve import solve
 from calibration.solved import SolvedWeights
@@ -57,7 +58,7 @@ class CalibrationPlan:
 
     @property
     def solved(self) -> SolvedWeights:
-        assert self.precision.solved is not None  # `plan` gave it one
+        assert self.precision.solved is not None  # of a recipe of codes
         return self.precision.solved
 
     def run(self, tell: Callable[[str], None]) -> dict[str, Any]:
@@ -65,7 +66,7 @@ class CalibrationPlan:
         if (self.folder / REPORT).exists():
             tell(f"calibrated before, in {self.folder}")
             report: dict[str, Any] = json.loads((self.folder / REPORT).read_text(encoding="utf-8"))
-            self.solved.recall(report["output_error"])
+            self._recall(report)
             return report
         onnx = self.folder / "reference"
         written = self._reference(onnx, tell)
@@ -78,11 +79,11 @@ class CalibrationPlan:
             options=EngineOptions(spin=False),
             tell=tell,
         )
-        solve(ReferenceGraph(onnx / "target.onnx"), run, self.solved)
-        report = self._report(texts)
+        graph = ReferenceGraph(onnx / "target.onnx")
+        report = self._report(texts, self._solve(graph, run))
         write_json(self.folder / REPORT, report)
         shutil.rmtree(onnx)
-        for state in self.folder.glob("*.npz"):
+        for state in [*self.folder.glob("hessian.npz"), *self.folder.rglob("ranges.npz")]:
             state.unlink()
         return report
 
@@ -104,17 +105,36 @@ class CalibrationPlan:
         store = WeightStore(directory=onnx)
         return write_target(self.target, PRECISIONS["fp32"], self.context, store)
 
-    def _report(self, texts: Sequence[Tokens]) -> dict[str, Any]:
-        names = sorted(self.solved.names)
-        errors = {name: self.solved.errors(name) for name in names}
+    def _solve(self, graph: ReferenceGraph, run: Calibration) -> dict[str, Any]:
+        """What the recipe asks for, and what the report says of it."""
+        eight, inputs = self.precision.eight_bits, self.precision.inputs
+        if eight is None or inputs is None:
+            solve(graph, run, self.solved)
+            errors = {name: self.solved.errors(name) for name in sorted(self.solved.names)}
+            return {
+                "output_error": {
+                    name: {"solved": error, "nearest": nearest}
+                    for name, (error, nearest) in errors.items()
+                }
+            }
+        found = find_scales(
+            graph, run, top=eight.top, rule=self.precision.rule, smooth=self.precision.smooth
+        )
+        inputs.put(found)
+        return {"input_scale": {name: one.scale for name, one in found.items()}}
+
+    def _recall(self, report: dict[str, Any]) -> None:
+        if self.precision.inputs is not None:
+            self.precision.inputs.recall()
+        else:
+            self.solved.recall(report["output_error"])
+
+    def _report(self, texts: Sequence[Tokens], found: dict[str, Any]) -> dict[str, Any]:
         return {
             "recipe": self.precision.name,
             "tokens": sum(map(len, texts)),
             "texts": [list(tokens) for tokens in texts],
-            "output_error": {
-                name: {"solved": error, "nearest": nearest}
-                for name, (error, nearest) in errors.items()
-            },
+            **found,
         }
 
 
@@ -122,24 +142,31 @@ def plan_calibration(
     request: CalibrationRequest, target: Checkpoint, precision: Precision, context: int
 ) -> CalibrationPlan:
     """Raises InvalidRequest for too little text."""
-    assert precision.format is not None  # calibrated recipes have one
     context = min(context, MOST_CONTEXT)
     texts = _texts(request, target, max(1, context - ANSWER_TOKENS))
-    key = [SCHEMA, target.sha256(), texts.digest, repr(replace(precision, solved=None))]
+    key = [SCHEMA, target.sha256(), texts.digest, repr(precision)]
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
     folder = request.cache.expanduser() / f"calibration-{precision.name}-{digest}"
+    return CalibrationPlan(
+        target=target,
+        precision=_with_results(precision, folder, target),
+        texts=texts,
+        folder=folder,
+        context=context,
+    )
+
+
+def _with_results(precision: Precision, folder: Path, target: Checkpoint) -> Precision:
+    """The recipe with a place for what it finds."""
+    if precision.eight_bits is not None:
+        return replace(precision, inputs=InputScales(path=folder / "inputs.npz"))
+    assert precision.format is not None  # a recipe of codes has one
     solved = SolvedWeights(
         directory=folder / "solved",
         format=precision.format,
         rows_of=lambda name: _rows_of(target, name),
     )
-    return CalibrationPlan(
-        target=target,
-        precision=replace(precision, solved=solved),
-        texts=texts,
-        folder=folder,
-        context=context,
-    )
+    return replace(precision, solved=solved)
 
 
 def write_json(path: Path, value: object) -> None:

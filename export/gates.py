@@ -7,13 +7,11 @@ moved the target from its checkpoint is drift, a measurement: recorded beside it
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
-import onnx
 import torch
 from transformers import PreTrainedModel
 
@@ -21,6 +19,7 @@ from runtime.errors import GateFailed
 from runtime.manifest import Gate
 
 from .checkpoint import find_name
+from .exact_graph import exact_arithmetic as exact_arithmetic
 from .gate_graph import GateGraph
 from .precision import Precision
 from .tolerances import EAGER, ENGINE, ROWS
@@ -292,28 +291,3 @@ def rollback(graph: GateGraph, tokens: Sequence[int], k: int) -> Gate:
             "are read."
         )
     return Gate(name="rollback", status="passed", figures={"rows": len(block)})
-
-
-@contextlib.contextmanager
-def exact_arithmetic(path: Path) -> Iterator[Path]:
-    """The same graph and weights, told not to round activations; gone afterwards."""
-    model = onnx.load(path, load_external_data=False)
-    for node in _nodes(model.graph):
-        for attribute in node.attribute:
-            if attribute.name == "accuracy_level":
-                attribute.i = 1
-    variant = path.with_suffix(".exact.onnx")  # beside the data that it refers to
-    variant.write_bytes(model.SerializeToString())
-    try:
-        yield variant
-    finally:
-        variant.unlink()
-
-
-def _nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
-    """Of the graph and of those inside its nodes."""
-    for node in graph.node:
-        yield node
-        for attribute in node.attribute:
-            if attribute.type == onnx.AttributeProto.GRAPH:
-                yield from _nodes(attribute.g)

@@ -52,7 +52,7 @@ def write_target(
     taps: hidden states that a drafter reads.
     """
     model = _bound(checkpoint, max_context, taps=taps)
-    lower(model, precision.quantizer())
+    lower(model, precision.quantizer(), precision.qdq())
     if precision.rows_alike:
         make_rows_alike(model)
     rounded = rounded_weights(model, checkpoint)
@@ -117,8 +117,8 @@ def rounded_weights(model: ir.Model, checkpoint: Checkpoint) -> frozenset[str]:
 
     A graph knows a tied embedding by its head's name alone: a table of it stands for both.
     """
-    codes = [n for n in model.graph.initializers if n.endswith(".codes")]
-    names = {name for n in codes for name in n.removesuffix(".codes").split("+")}
+    codes = [n for n in model.graph.initializers if n.endswith((".codes", ".codes8"))]
+    names = {name for n in codes for name in n.rpartition(".")[0].split("+")}
     tables = [n for n in model.graph.initializers if n.endswith(".codes.table")]
     embedded = {checkpoint.stored(n.removesuffix(".codes.table")) for n in tables}
     twins = {n for n in checkpoint.names() if checkpoint.stored(n) in embedded}

@@ -25,8 +25,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from calibration.block_quantization import BlockFormat, QuantizedWeight, dequantize, quantize
+from calibration.input_scales import InputScales, RangeRule
 from calibration.solved import SolvedWeights
 from engines.onnxruntime.quantized import Quantizer
+from engines.qdq import EightBits, Qdq, rounded_weight
 from runtime.errors import BuildError
 
 
@@ -36,17 +38,24 @@ class Precision:
 
     outer: of embedding and head, where theirs is another; rows_alike: whether a target's row is to
     have the same bits alone and among others, which needs an engine that multiplies a lone row as
-    it multiplies several: ONNX Runtime's 8 bits are so. for_drafts: what a draft takes whose
-    precision nobody names; calibrated recipes are for targets.
+    it multiplies several: ONNX Runtime's 8 bits are so. eight_bits: weights and inputs of linear
+    layers are both rounded, but for the head's. for_drafts: what a draft takes whose precision
+    nobody names; recipes that read text are for targets.
     """
 
     name: str
     format: BlockFormat | None
     outer: BlockFormat | None = None
     rows_alike: bool = False
+    eight_bits: EightBits | None = None
+    smooth: bool = False  # of eight_bits: SmoothQuant
+    rule: RangeRule = RangeRule.ABSMAX  # of eight_bits: where inputs are cut off
     calibrated: bool = False
+    backends: tuple[str, ...] = ("onnxruntime",)
     for_drafts: str = ""
-    solved: SolvedWeights | None = None  # filled by export.calibrated; the rest is rounded
+    # Filled by export.calibrated; a weight that they don't have is rounded to nearest.
+    solved: SolvedWeights | None = None
+    inputs: InputScales | None = None
 
     def format_of(self, name: str) -> BlockFormat:
         """Of a weight by its name in a graph; joined ones are `a+b`."""
@@ -60,12 +69,19 @@ class Precision:
             return None
         return Quantizer(format_of=self.format_of, quantize=self._quantized)
 
+    def qdq(self) -> Qdq | None:
+        if self.eight_bits is None or self.inputs is None:
+            return None
+        return Qdq(kind=self.eight_bits, scale_of=self.inputs.of)
+
     def rounded(self, weight: np.ndarray, name: str = "") -> np.ndarray:
         """`weight` [out, in], called `name` in the checkpoint, as the engine sees it."""
         if self.format is None:
             return weight
         if self.solved is not None and self.solved.joined(name) is not None:
             return self.solved.part(name, weight.shape)
+        if (eight := self.qdq()) is not None and (scale := eight.scale_of(name)) is not None:
+            return rounded_weight(weight, scale, eight.kind)
         fmt = self.format_of(name)
         return dequantize(quantize(weight, fmt), fmt, weight.shape[1])
 
@@ -91,6 +107,23 @@ PRECISIONS = {
             calibrated=True,
             for_drafts="int4",
         ),
+        Precision(
+            name="int8-smoothquant",
+            format=_INT8,
+            eight_bits=EightBits.INT8,
+            smooth=True,
+            rule=RangeRule.MSE,
+            calibrated=True,
+            for_drafts="int8",
+        ),
+        Precision(
+            name="fp8",
+            format=_INT8,
+            eight_bits=EightBits.FP8,
+            calibrated=True,
+            backends=("tensorrt", "tensorrt-rtx"),
+            for_drafts="int8",
+        ),
     )
 }
 
@@ -100,6 +133,17 @@ def precision(name: str, flag: str = "--precision") -> Precision:
     if name not in PRECISIONS:
         raise BuildError(f"{flag}: received {name!r}. Expected one of {', '.join(PRECISIONS)}.")
     return PRECISIONS[name]
+
+
+def refuse_backend(chosen: Precision, backend: str) -> None:
+    """Raises BuildError where the backend can't carry the recipe."""
+    if backend not in chosen.backends:
+        able = [p.name for p in PRECISIONS.values() if backend in p.backends]
+        raise BuildError(
+            f"--precision: received {chosen.name} with --backend {backend}, which has no products "
+            f"of such numbers. Expected one of {', '.join(able)}, or --backend "
+            f"{' or '.join(chosen.backends)}."
+        )
 
 
 def draft_precision(name: str) -> Precision:

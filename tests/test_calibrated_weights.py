@@ -17,8 +17,10 @@ from typer.testing import CliRunner
 
 from calibration import collect as collecting
 from calibration import solve as solving
+from calibration.answers import ANSWER_TOKENS, Writer
 from calibration.block_quantization import BlockFormat, dequantize, quantize
 from calibration.collect import Calibration, collect, groups
+from calibration.comparison.graphs import CachedGraph
 from calibration.gptq import gptq
 from calibration.sites import ReferenceGraph
 from calibration.statistics import BINS, Hessian, Ranges
@@ -241,6 +243,53 @@ def test_activations_that_are_not_finite_name_the_layer(
         collect(graph, graph.sites, Hessian, calibration)
     with pytest.raises(EngineError, match=r"down_proj.*not finite"):
         graph.weight(next(site for site in graph.sites if "1.mlp.down" in site.weight))
+
+
+# Texts that the reference writes
+
+
+@pytest.fixture
+def writer(fp32_bundle: Path, tmp_path: Path) -> Writer:
+    card = Bundle.load(fp32_bundle).manifest.target
+    return Writer(
+        path=fp32_bundle / "onnx" / "target.onnx",
+        cache=card.cache,
+        vocab=card.vocab_size,
+        eos_token_ids=frozenset(),
+        kept=tmp_path / "answers.json",
+        options=EngineOptions(threads=1, spin=False),
+    )
+
+
+def test_answers_follow_their_prompts_and_are_the_same_each_time(writer: Writer) -> None:
+    prompts = [text[:5] for text in TEXTS[:3]]
+    found = writer.answered(prompts)
+    assert [text[:5] for text in found] == prompts
+    assert {len(text) for text in found} == {5 + ANSWER_TOKENS}
+    writer.kept.unlink()
+    assert writer.answered(prompts) == found
+    ends = replace(writer, eos_token_ids=frozenset([found[1][9]]), kept=writer.kept.parent / "e")
+    assert ends.answered(prompts)[1][-1] == found[1][9]
+    assert len(ends.answered(prompts)[1]) <= 10
+
+
+def test_an_answer_that_is_kept_is_not_written_again(
+    writer: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [text[:5] for text in TEXTS[:3]]
+    found = writer.answered(prompts)
+    kept = json.loads(writer.kept.read_text())
+    writer.kept.write_text(json.dumps(kept[:2]))
+    written: list[int] = []
+    true_answer = Writer._answer
+
+    def answer(self: Writer, graph: CachedGraph, prompt: tuple[int, ...], seed: int):  # type: ignore[no-untyped-def]
+        written.append(seed)
+        return true_answer(self, graph, prompt, seed)
+
+    monkeypatch.setattr(Writer, "_answer", answer)
+    assert writer.answered(prompts) == found
+    assert written == [2]
 
 
 # Bundles

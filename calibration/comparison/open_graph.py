@@ -67,9 +67,8 @@ class OpenGraph:
         self._proto = onnx.load(model.path, load_external_data=False)
         graph = self._proto.graph
         stored = {t.name: t for t in graph.initializer}
-        casts = [node for node in graph.node if node.op_type == "Cast"]
-        widened = {n.output[0]: n.input[0] for n in casts if n.input[0] in stored}
-        found = [_Layer.of(node, stored, widened, model.path.parent) for node in graph.node]
+        files = _Files(graph, stored, model.path.parent)
+        found = [_Layer.of(node, files) for node in graph.node]
         self.weights: dict[str, _Layer] = {layer.name: layer for layer in found if layer}
 
     def opened(self, options: EngineOptions) -> OpenSession:
@@ -115,40 +114,92 @@ class OpenSession:
         self._session.run_with_iobinding(binding)
 
 
+class _Files:
+    """A graph's stored tensors, and the nodes that prepare them."""
+
+    def __init__(
+        self, graph: onnx.GraphProto, stored: Mapping[str, onnx.TensorProto], folder: Path
+    ) -> None:
+        self.stored, self._folder = stored, folder
+        self._makers = {name: node for node in graph.node for name in node.output}
+
+    def array(self, name: str) -> Array:
+        """A stored tensor; through the Cast that widens it where there is one."""
+        import onnx
+
+        maker = self._makers.get(name)
+        if maker is not None and maker.op_type == "Cast":
+            name = maker.input[0]
+        return onnx.numpy_helper.to_array(self.stored[name], base_dir=str(self._folder))
+
+    def made_by(self, name: str, op_type: str) -> onnx.NodeProto | None:
+        maker = self._makers.get(name)
+        return maker if maker is not None and maker.op_type == op_type else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Pair:
+    """A weight in 8 bits, and the input that is rounded to 8 bits before it (engines.qdq)."""
+
+    codes: str
+    scales: str
+    unsmoothing: str | None  # [features], what the input is multiplied by
+    x: str  # as it was before
+
+    @classmethod
+    def of(cls, node: onnx.NodeProto, files: _Files) -> _Pair | None:
+        turned = files.made_by(node.input[1], "Transpose") if len(node.input) > 1 else None
+        weight = files.made_by(turned.input[0], "DequantizeLinear") if turned else None
+        up = files.made_by(node.input[0], "DequantizeLinear") if weight else None
+        down = files.made_by(up.input[0], "QuantizeLinear") if up else None
+        if weight is None or down is None:
+            return None
+        smooth = files.made_by(down.input[0], "Mul")
+        codes, scales = weight.input[0], weight.input[1]
+        if smooth is None or not smooth.input[1].endswith(".unsmoothing"):
+            return cls(codes=codes, scales=scales, unsmoothing=None, x=down.input[0])
+        return cls(codes=codes, scales=scales, unsmoothing=smooth.input[1], x=smooth.input[0])
+
+    def read(self, files: _Files) -> Array:
+        """As the product takes it, smoothing undone: [in, out] f32."""
+        codes = files.array(self.codes).astype(np.float32)
+        values = (codes * files.array(self.scales)[:, None]).T
+        if self.unsmoothing is not None:
+            values = values * files.array(self.unsmoothing)[:, None]
+        return np.ascontiguousarray(values)
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Layer:
     """One weight where it is used: a product by it, or a lookup of rows."""
 
     name: str
     node: onnx.NodeProto
-    stored: Mapping[str, onnx.TensorProto]
-    widened: Mapping[str, str]  # value → the half-precision weight that it is made from
-    folder: Path
+    files: _Files
+    pair: _Pair | None
 
     @classmethod
-    def of(
-        cls,
-        node: onnx.NodeProto,
-        stored: Mapping[str, onnx.TensorProto],
-        widened: Mapping[str, str],
-        folder: Path,
-    ) -> _Layer | None:
-        name = node.input[1] if node.op_type in _PRODUCTS else node.input[0] if node.input else ""
-        if node.op_type not in (*_PRODUCTS, *_LOOKUPS) or name not in stored:
+    def of(cls, node: onnx.NodeProto, files: _Files) -> _Layer | None:
+        if node.op_type not in (*_PRODUCTS, *_LOOKUPS):
             return None
-        if len(stored[name].dims) < 2 or (
-            node.op_type == "Gather" and "input_ids" not in node.input
-        ):
+        pair = _Pair.of(node, files) if node.op_type == "MatMul" else None
+        name = node.input[0] if node.op_type in _LOOKUPS else node.input[1]
+        name = pair.codes if pair is not None else name
+        if name not in files.stored or len(files.stored[name].dims) < 2:
             return None
-        for suffix in (".table", ".codes", ".T"):
+        if node.op_type == "Gather" and "input_ids" not in node.input:
+            return None
+        for suffix in (".table", ".codes", ".codes8", ".T"):
             name = name.removesuffix(suffix)
         place = " (lookup)" if node.op_type in _LOOKUPS else ""
-        return cls(name=name + place, node=node, stored=stored, widened=widened, folder=folder)
+        return cls(name=name + place, node=node, files=files, pair=pair)
 
     def read(self) -> Array:
         """As the product takes it [in, out], or the lookup [tokens, features]; f32."""
+        if self.pair is not None:
+            return self.pair.read(self.files)
         if self.node.op_type in ("MatMul", "Gather"):
-            return self._stored(self.node.input[1 if self.node.op_type == "MatMul" else 0])
+            return self.files.array(self.node.input[1 if self.node.op_type == "MatMul" else 0])
         rows = self._dequantized()
         return np.ascontiguousarray(rows.T) if self.node.op_type == "MatMulNBits" else rows
 
@@ -162,7 +213,8 @@ class _Layer:
         if self.node.op_type in _LOOKUPS:
             inputs, op_type = [name, self.node.input[1]], "Gather"
         else:
-            inputs, op_type = [self.node.input[0], name], "MatMul"
+            x = self.pair.x if self.pair is not None else self.node.input[0]
+            inputs, op_type = [x, name], "MatMul"
         bias = self.node.input[5] if len(self.node.input) > 5 else ""
         out = self.node.output[0]
         product = f"{out}.product" if bias else out
@@ -181,8 +233,8 @@ class _Layer:
         lookup = node.op_type in _LOOKUPS
         places = (0, 2, 3) if lookup else (1, 2, 3)
         parts = [node.input[i] if i < len(node.input) else "" for i in places]
-        codes, scales = self._stored(parts[0]), self._scales(parts[1])
-        zeros = self._stored(parts[2]) if parts[2] else None
+        codes, scales = self.files.array(parts[0]), self.files.array(parts[1]).astype(np.float32)
+        zeros = self.files.array(parts[2]) if parts[2] else None
         fmt = BlockFormat(bits=values["bits"], block=values["block_size"], symmetric=zeros is None)
         rows = codes.shape[0]
         blocks = scales.reshape(rows, -1)
@@ -193,15 +245,6 @@ class _Layer:
         )
         features = fmt.block * blocks.shape[1] if lookup else values["K"]
         return np.ascontiguousarray(dequantize(weight, fmt, features), np.float32)
-
-    def _scales(self, name: str) -> Array:
-        """f32; half ones are widened by a node."""
-        return self._stored(self.widened.get(name, name)).astype(np.float32)
-
-    def _stored(self, name: str) -> Array:
-        import onnx
-
-        return onnx.numpy_helper.to_array(self.stored[name], base_dir=str(self.folder))
 
 
 def _input_name(layer: str) -> str:

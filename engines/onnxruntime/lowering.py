@@ -9,6 +9,7 @@ import onnx_ir as ir
 
 from runtime.errors import BuildError, OutriderError
 
+from ..qdq import Qdq, QdqLinearPass
 from ..weight_expressions import FoldWeightExpressionsPass
 from .activations import ActivationsPass
 from .attention import GroupQueryAttentionPass
@@ -23,8 +24,8 @@ from .skip_layers import SkipAnyLayerPass, SkipLayersPass
 logger = logging.getLogger(__name__)
 
 
-def passes(quantizer: Quantizer | None) -> list[ir.passes.PassBase]:
-    """All passes for one precision; None keeps weights f32."""
+def passes(quantizer: Quantizer | None, qdq: Qdq | None = None) -> list[ir.passes.PassBase]:
+    """All passes for one precision; None keeps weights f32. qdq goes before the quantizer."""
     last = FoldTransposePass() if quantizer is None else QuantizedLinearPass(quantizer)
     return [
         FoldWeightExpressionsPass(),
@@ -33,16 +34,17 @@ def passes(quantizer: Quantizer | None) -> list[ir.passes.PassBase]:
         NormalizationPass(),
         GroupQueryAttentionPass(),
         ActivationsPass(),
+        *([QdqLinearPass(qdq)] if qdq is not None else []),
         last,
     ]
 
 
-def lower(model: ir.Model, quantizer: Quantizer | None) -> ir.Model:
+def lower(model: ir.Model, quantizer: Quantizer | None, qdq: Qdq | None = None) -> ir.Model:
     """Lower the portable graph in place for ONNX Runtime.
 
     Raises BuildError naming the pass, whatever went wrong in it.
     """
-    return _apply(model, passes(quantizer))
+    return _apply(model, passes(quantizer, qdq))
 
 
 def make_rows_alike(model: ir.Model) -> ir.Model:
