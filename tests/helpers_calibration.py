@@ -16,6 +16,8 @@ from onnx import numpy_helper
 from typer.testing import CliRunner
 
 from calibration.cli import app
+from calibration.comparison.open_graph import Model, OpenGraph
+from runtime.bundle import Bundle
 from runtime.bundle_files import record_files
 from runtime.manifest import Manifest
 
@@ -89,3 +91,11 @@ def changed_tensor(
         data.flush()
 
     return apply
+
+
+def weight_errors(bundle: Path, reference: Path) -> dict[str, float]:
+    """|w − w_reference| / |w_reference| of each layer of two targets."""
+    ours, theirs = (OpenGraph(Model.target(Bundle.load(p))).weights for p in (bundle, reference))
+    assert ours.keys() == theirs.keys()
+    pairs = {name: (layer.read(), theirs[name].read()) for name, layer in ours.items()}
+    return {n: float(np.linalg.norm(a - b) / np.linalg.norm(b)) for n, (a, b) in pairs.items()}

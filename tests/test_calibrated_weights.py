@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 import pytest
 from helpers_build import K
-from helpers_calibration import changed_tensor
+from helpers_calibration import changed_tensor, weight_errors
 from typer.testing import CliRunner
 
 from calibration import collect as collecting
@@ -337,8 +337,14 @@ def test_a_calibrated_bundle_passes_its_gates_and_is_nearer(
     assert drift(bundle.path) < drift(rounded)
 
 
-def test_scales_are_stored_in_half_precision(request_calibrated: BuildRequest) -> None:
+def test_scales_are_stored_in_half_precision(
+    request_calibrated: BuildRequest, fp32_bundle: Path
+) -> None:
     path = build(request_calibrated)
+    errors = weight_errors(path, fp32_bundle)
+    assert len(errors) == 2 * 4 + 2
+    assert 0 < max(errors.values()) < 0.3
+    assert max(error for name, error in errors.items() if "lm_head" in name) < 0.02
     graph = onnx.load(path / "onnx" / "target.onnx", load_external_data=False).graph
     scales = [t for t in graph.initializer if t.name.endswith(".scales")]
     assert {t.data_type for t in scales} == {onnx.TensorProto.FLOAT16}
