@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from runtime.bundle import Bundle
 from runtime.contract import CacheSpec, GraphSpec, draft_graph, target_graph
 from runtime.errors import EngineError
-from runtime.executor import EngineOptions, Executor, cache_buffers
+from runtime.executor import Call, EngineOptions, Executor, cache_buffers
 from runtime.reference import draw
 
 from .law import law
@@ -26,6 +26,7 @@ from .neutral import neutral_inputs
 Array = NDArray[Any]
 
 CHUNK = 64  # rows a call: bounds the memory that logits take
+MOST_CALLS = 16  # bound and kept
 SUM_SLACK = 0.01  # q further from a sum of 1 is no distribution
 
 
@@ -57,6 +58,7 @@ class CachedGraph:
         self._present = {present.name: self._past[past.name] for past, present in pairs}
         others = [s for s in spec.inputs if s.name not in self._past]
         self._neutral = neutral_inputs(others, {"batch": 1, **sizes})
+        self._calls: dict[tuple[Any, ...], _Bound] = {}
         self.max_context = cache.max_context
         self.length = 0
 
@@ -64,15 +66,43 @@ class CachedGraph:
         self, tokens: Sequence[int], values: Mapping[str, Array], outputs: Mapping[str, Array]
     ) -> None:
         """Append `tokens`; inputs that `values` doesn't set are neutral."""
-        inputs = {
-            **self._neutral,
-            **self._past,
+        given: dict[str, Array] = {
             "input_ids": np.array([tokens], np.int64),
             "past_lengths": np.array([self.length], np.int32),
             **values,
         }
-        self._executor.bind(inputs, {**outputs, **self._present}).run()
+        self._bound(given, outputs).run(given, outputs)
         self.length += len(tokens)
+
+    def _bound(self, given: Mapping[str, Array], outputs: Mapping[str, Array]) -> _Bound:
+        """Binding takes as long as a small graph runs: once for shapes that come again."""
+        key = tuple((name, array.shape) for name, array in {**given, **outputs}.items())
+        bound = self._calls.pop(key, None)
+        if bound is None:
+            own = {name: np.zeros_like(array) for name, array in {**given, **outputs}.items()}
+            inputs = {**self._neutral, **self._past, **{name: own[name] for name in given}}
+            results = {name: own[name] for name in outputs}
+            call = self._executor.bind(inputs, {**results, **self._present})
+            bound = _Bound(call=call, buffers=own)
+        if len(self._calls) >= MOST_CALLS:
+            del self._calls[next(iter(self._calls))]  # the one that was longest not used
+        self._calls[key] = bound
+        return bound
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Bound:
+    """A call for certain shapes, over buffers of its own."""
+
+    call: Call
+    buffers: Mapping[str, Array]
+
+    def run(self, given: Mapping[str, Array], outputs: Mapping[str, Array]) -> None:
+        for name, array in given.items():
+            np.copyto(self.buffers[name], array)
+        self.call.run()
+        for name, array in outputs.items():
+            np.copyto(array, self.buffers[name])
 
 
 class TargetGraph:
