@@ -189,6 +189,11 @@ class Decoder:
         acceptance = rounds.drafter.acceptance(self._profile.acceptance)
         return AdaptiveDraftLength(self._profile, acceptance, most)
 
+    @property
+    def rounds(self) -> Rounds:
+        """The loaded steps, for measurements between requests. Raises InvalidRequest if closed."""
+        return self._open_rounds()
+
     def _open_rounds(self) -> Rounds:
         if self._rounds is None:
             raise InvalidRequest("this decoder is closed. Expected an open one; load it again.")

@@ -43,7 +43,7 @@ class Request:
     ) -> Request:
         """Raises InvalidRequest or LimitExceeded, naming the field and how to mend it."""
         _check_draft_tokens(num_draft_tokens, manifest)
-        _check_tree(tree, num_draft_tokens, manifest)
+        check_tree(tree, num_draft_tokens, manifest)
         tokens = _tokens(prompt, text)
         _check_tokens(tokens, manifest)
         _check_ids("logit_bias", params.logit_bias, manifest)
@@ -101,7 +101,7 @@ def _check_ids(field: str, ids: Iterable[int], manifest: Manifest) -> None:
         )
 
 
-def _check_tree(tree: TreeShape | None, k: int | None, manifest: Manifest) -> None:
+def check_tree(tree: TreeShape | None, k: int | None, manifest: Manifest) -> None:
     if tree is None:
         return
     if k is not None:

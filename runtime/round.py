@@ -157,6 +157,13 @@ class Rounds:
         if self.drafter:
             self.drafter.rollback(committed - 1)
 
+    def forget(self) -> None:
+        """Nothing that was read is taken for valid: of use after calls by hand."""
+        self._prefilled.clear()
+        self.target.length = 0
+        if self.drafter:
+            self.drafter.rollback(0)
+
     def _accepted(self, k: int, draft_s: float, verify_s: float) -> Outcome:
         accept_s = self.accept.decide(k)
         b = self.buffers

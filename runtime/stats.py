@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from .contract import BRANCH_WIDTH
 from .outcome import Outcome
 
 
@@ -42,12 +43,17 @@ class Stats:
     acceptance_histogram: list[int] = field(default_factory=list)  # rounds by accepted drafts
     drafted_per_position: list[int] = field(default_factory=list)
     accepted_per_position: list[int] = field(default_factory=list)
+    #: of trees, by depth: rounds that got there, and accepted drafts by their rank
+    reached_per_depth: list[int] = field(default_factory=list)
+    accepted_per_rank: list[list[int]] = field(default_factory=list)
     itl: list[float] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
         self.acceptance_histogram = [0] * (self.max_draft_tokens + 1)
         self.drafted_per_position = [0] * self.max_draft_tokens
         self.accepted_per_position = [0] * self.max_draft_tokens
+        self.reached_per_depth = [0] * self.max_draft_tokens
+        self.accepted_per_rank = [[0] * BRANCH_WIDTH for _ in range(self.max_draft_tokens)]
 
     def prefilled(self, num_committed: int, seconds: float) -> None:
         """The prompt was read and its first token drawn."""
@@ -64,6 +70,10 @@ class Stats:
         self.accept_s += outcome.accept_s
         self.compact_s += outcome.compact_s
         self.itl += [seconds / num_committed] * num_committed
+        for depth in range(min(outcome.num_accepted + 1, outcome.num_drafted)):
+            self.reached_per_depth[depth] += outcome.num_nodes is not None
+        for depth, rank in enumerate(outcome.ranks):
+            self.accepted_per_rank[depth][rank] += 1
         nodes = outcome.num_drafted if outcome.num_nodes is None else outcome.num_nodes
         self._count(outcome.num_drafted, outcome.num_accepted, nodes)
 

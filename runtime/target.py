@@ -40,6 +40,7 @@ class TargetStep:
         self._rows, self._caches = stacked_caches(cache.past(), cache.shape(1))
         names = zip(cache.past(), cache.present(), strict=True)
         self._present = {present.name: self._caches[past.name] for past, present in names}
+        self.max_context = cache.max_context
         self._chunk = np.zeros((1, PREFILL_CHUNK), np.int64)
         self._calls: dict[tuple[int, int], Call] = {}
         self._trees: dict[int, Call] = {}

@@ -117,9 +117,10 @@ class TreeShape(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class StaticTree:
-    """The drafts of these ranks, whatever their confidence."""
+    """The drafts of these ranks, whatever their confidence; `name` is what a report calls it."""
 
     tree: Tree
+    name: str = ""
 
     @property
     def nodes(self) -> int:
@@ -134,7 +135,7 @@ class StaticTree:
         return self.tree.width
 
     def __str__(self) -> str:
-        return f"static:{self.nodes}"
+        return self.name or f"static:{self.nodes}"
 
     def grown(self, brancher: Brancher, first: Ranked, nodes: int) -> tuple[DraftTree, float]:
         shape = _level_by_level(self.tree)
@@ -226,7 +227,10 @@ def parse_tree(text: str) -> StaticTree | DynamicTree:
             )
         if text.lstrip().startswith("["):
             return StaticTree(tree=Tree.of_paths(json.loads(text)))
-        return StaticTree(tree=Tree.of_widths([int(width) for width in text.split("x")]))
+        widths = [int(width) for width in text.split("x")]
+        if not widths or not all(1 <= width <= BRANCH_WIDTH for width in widths):
+            raise ValueError(text)
+        return StaticTree(tree=Tree.of_widths(widths), name=text)
     except (ValueError, TypeError) as error:
         raise InvalidRequest(
             f"tree: received {text!r}. Expected widths such as 4x2x1, {DYNAMIC}:NODES[:DEPTH"
