@@ -131,6 +131,7 @@ def _one_round(rounds: Rounds, tokens: list[int], k: int, uniforms: Any, kept: A
     start = perf_counter()
     buffers.set_last(tokens)
     buffers.set_uniforms(uniforms, len(tokens), k)
+    buffers.set_drawn(k)
     rounds.target.length = len(tokens) - 1
     verify_s = rounds.target.verify(k + 1)
     accept_s = rounds.accept.decide(k)

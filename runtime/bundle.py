@@ -100,6 +100,8 @@ def _read_manifest(path: Path) -> Manifest:
 
 def _check_contents(manifest: Manifest) -> None:
     graphs = manifest.draft.graphs if manifest.draft else ()
+    if manifest.draft and manifest.limits.max_tree_nodes:
+        graphs = (*graphs, *(manifest.draft.tree_graphs or ()))
     required = [*_REQUIRED, *(f"onnx/{name}.onnx" for name in graphs)]
     if isinstance(manifest.draft, LayerSkipDraft):
         _check_skipped(manifest.draft, manifest.target.cache.layers)

@@ -19,6 +19,7 @@ from .grammar import Grammar
 from .request import Prompt
 from .sampling import SamplingParams
 from .stats import Stats
+from .tree_shape import parse_tree
 
 app = typer.Typer(
     cls=Commands,
@@ -84,6 +85,12 @@ def generate(
     k: Annotated[
         int | None, typer.Option("-k", min=0, help="Tokens drafted a round; default: chosen.")
     ] = None,
+    tree: Annotated[
+        str | None,
+        typer.Option(
+            help="Draft a tree a round: widths as 4x2x1, dynamic:NODES, or a JSON list of paths."
+        ),
+    ] = None,
     no_speculation: Annotated[
         bool, typer.Option("--no-speculation", help="Plain decoding; the same as -k 0.")
     ] = False,
@@ -121,12 +128,14 @@ def generate(
     )
     content = _prompt(prompt, messages)
     draft_tokens = _draft_tokens(k, no_speculation)
+    shape = parse_tree(tree) if tree is not None else None
     with Decoder.load(bundle, verify=not no_verify, threads=threads, spin=not no_spin) as decoder:
         if as_json:
-            result = decoder.generate(content, params, num_draft_tokens=draft_tokens)
+            result = decoder.generate(content, params, num_draft_tokens=draft_tokens, tree=shape)
             typer.echo(json.dumps(_result_dict(result), ensure_ascii=False))
         else:
-            for chunk in decoder.stream(content, params, num_draft_tokens=draft_tokens):
+            stream = decoder.stream(content, params, num_draft_tokens=draft_tokens, tree=shape)
+            for chunk in stream:
                 _emit(chunk)
         if stats and decoder.stats:
             typer.echo(_summary(decoder.stats), err=True)
@@ -213,7 +222,7 @@ def _summary(stats: Stats) -> str:
     """Three lines: what ended it and how fast, what speculation did, where the time went."""
     steps = stats.num_spec_steps + stats.num_plain_steps
     total_s = stats.decode_s or float("inf")
-    parts = ("draft", "verify", "accept", "overhead")
+    parts = ["draft", "verify", "accept", *(["compact"] if stats.compact_s else []), "overhead"]
     shares = ", ".join(f"{p} {getattr(stats, f'{p}_s') / total_s:.1%}" for p in parts)
     lines = [
         f"{stats.num_output_tokens} tokens ({stats.finish_reason}), seed {stats.seed}, first "

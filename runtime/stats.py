@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from .contract import BRANCH_WIDTH
 from .outcome import Outcome
 
 
@@ -31,22 +32,28 @@ class Stats:
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
     ttft_s: float = 0.0
-    decode_s: float = 0.0  # draft_s + verify_s + accept_s + overhead_s
+    decode_s: float = 0.0  # draft_s + verify_s + accept_s + compact_s + overhead_s
     draft_s: float = 0.0
     verify_s: float = 0.0
     accept_s: float = 0.0
+    compact_s: float = 0.0  # of trees, to move the accepted path's rows into place
     target_rows: int = 0
     draft_rows: int = 0
     finish_reason: str | None = None
     acceptance_histogram: list[int] = field(default_factory=list)  # rounds by accepted drafts
     drafted_per_position: list[int] = field(default_factory=list)
     accepted_per_position: list[int] = field(default_factory=list)
+    #: of trees, by depth: rounds that got there, and accepted drafts by their rank
+    reached_per_depth: list[int] = field(default_factory=list)
+    accepted_per_rank: list[list[int]] = field(default_factory=list)
     itl: list[float] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
         self.acceptance_histogram = [0] * (self.max_draft_tokens + 1)
         self.drafted_per_position = [0] * self.max_draft_tokens
         self.accepted_per_position = [0] * self.max_draft_tokens
+        self.reached_per_depth = [0] * self.max_draft_tokens
+        self.accepted_per_rank = [[0] * BRANCH_WIDTH for _ in range(self.max_draft_tokens)]
 
     def prefilled(self, num_committed: int, seconds: float) -> None:
         """The prompt was read and its first token drawn."""
@@ -61,15 +68,21 @@ class Stats:
         self.draft_s += outcome.draft_s
         self.verify_s += outcome.verify_s
         self.accept_s += outcome.accept_s
+        self.compact_s += outcome.compact_s
         self.itl += [seconds / num_committed] * num_committed
-        self._count(outcome.num_drafted, outcome.num_accepted)
+        for depth in range(min(outcome.num_accepted + 1, outcome.num_drafted)):
+            self.reached_per_depth[depth] += outcome.num_nodes is not None
+        for depth, rank in enumerate(outcome.ranks):
+            self.accepted_per_rank[depth][rank] += 1
+        nodes = outcome.num_drafted if outcome.num_nodes is None else outcome.num_nodes
+        self._count(outcome.num_drafted, outcome.num_accepted, nodes)
 
-    def _count(self, drafted: int, accepted: int) -> None:
+    def _count(self, drafted: int, accepted: int, nodes: int) -> None:
         if not drafted:
             self.num_plain_steps += 1
             return
         self.num_spec_steps += 1
-        self.num_draft_tokens += drafted
+        self.num_draft_tokens += nodes
         self.num_accepted_draft_tokens += accepted
         self.acceptance_histogram[accepted] += 1
         for i in range(drafted):
@@ -79,7 +92,7 @@ class Stats:
     @property
     def overhead_s(self) -> float:
         """Decode time outside the engine calls."""
-        return self.decode_s - self.draft_s - self.verify_s - self.accept_s
+        return self.decode_s - self.draft_s - self.verify_s - self.accept_s - self.compact_s
 
     @property
     def acceptance_rate(self) -> float | None:

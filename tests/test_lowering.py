@@ -28,7 +28,7 @@ def _quantized_pass() -> QuantizedLinearPass:
     quantizer = INT8.quantizer()
     assert quantizer is not None
     quantizer = type(quantizer)(
-        format=quantizer.format, quantize=quantizer.quantize, accuracy_level=1
+        format_of=quantizer.format_of, quantize=quantizer.quantize, accuracy_level=1
     )
     return QuantizedLinearPass(quantizer)
 

@@ -147,22 +147,22 @@ def _decisions(
     """Share of uniforms that accepts each draft [k], and what is drawn in each row [vocab]."""
     k = world.k
     accept = graphs.accept(case, world, path.tokens, path.probs)
-    accepts = _bisect(lambda u: accept.accepted(u) > np.arange(k), k)
+    accepts = bisect(lambda u: accept.accepted(u) > np.arange(k), k)
     rows, edges = np.divmod(np.arange((k + 1) * (world.vocab - 1)), world.vocab - 1)
-    below = _bisect(lambda u: accept.drawn(u, rows) <= edges, len(edges)).reshape(k + 1, -1)
-    return accepts, [_steps(row) for row in below]
+    below = bisect(lambda u: accept.drawn(u, rows) <= edges, len(edges)).reshape(k + 1, -1)
+    return accepts, [steps(row) for row in below]
 
 
 def _shares(holds: Callable[[Array], Array], count: int) -> Array:
     """Shares of count + 1 outcomes in order; question i asks for at most outcome i."""
-    return _steps(_bisect(holds, count))
+    return steps(bisect(holds, count))
 
 
-def _steps(below: Array) -> Array:
+def steps(below: Array) -> Array:
     return np.diff(np.concatenate([[0.0], below, [1.0]]))
 
 
-def _bisect(holds: Callable[[Array], Array], count: int) -> Array:
+def bisect(holds: Callable[[Array], Array], count: int) -> Array:
     """Share of the uniforms for which each question holds; it holds up to some uniform only."""
     low, high = np.zeros(count, np.int64), np.full(count, STEPS, np.int64)
     while (low < high).any():

@@ -42,6 +42,7 @@ def warm_up(
             prompt.content,
             SamplingParams(max_tokens=WARM_UP_TOKENS, ignore_eos=True, seed=0),
             num_draft_tokens=contestant.num_draft_tokens,
+            tree=contestant.tree,
         )
 
 
@@ -55,7 +56,10 @@ def measure(
     samples = []
     for run in runs:
         result = decoders[run.contestant.bundle].generate(
-            run.prompt.content, params, num_draft_tokens=run.contestant.num_draft_tokens
+            run.prompt.content,
+            params,
+            num_draft_tokens=run.contestant.num_draft_tokens,
+            tree=run.contestant.tree,
         )
         sample = Sample(run=run, token_ids=result.token_ids, stats=result.stats.as_dict())
         samples.append(sample)

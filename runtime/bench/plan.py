@@ -12,16 +12,17 @@ from dataclasses import dataclass
 from itertools import product
 
 from ..errors import InvalidRequest
+from ..tree_shape import DYNAMIC, DynamicTree, StaticTree, parse_tree
 from .prompts import Prompt
 
 PLAIN = 0
 AUTO = "auto"
-DraftLength = int | str  # k, or AUTO
+DraftLength = int | str | StaticTree | DynamicTree  # k, AUTO, or a tree
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contestant:
-    """One bundle at one draft length; k = 0 is plain decoding."""
+    """One bundle at one draft length, or with one tree; k = 0 is plain decoding."""
 
     bundle: str
     draft_length: DraftLength
@@ -30,12 +31,22 @@ class Contestant:
     def label(self) -> str:
         if self.draft_length == PLAIN:
             return "plain"
-        return "auto" if self.draft_length == AUTO else f"k={self.draft_length}"
+        return (
+            f"k={self.draft_length}"
+            if isinstance(self.draft_length, int)
+            else str(self.draft_length)
+        )
 
     @property
     def num_draft_tokens(self) -> int | None:
         """As `Decoder.generate` takes it: None lets the runtime choose."""
-        return None if isinstance(self.draft_length, str) else self.draft_length
+        return self.draft_length if isinstance(self.draft_length, int) else None
+
+    @property
+    def tree(self) -> StaticTree | DynamicTree | None:
+        """The same for trees."""
+        isnt_tree = isinstance(self.draft_length, int | str)
+        return None if isnt_tree else self.draft_length  # type: ignore[return-value]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,15 +57,26 @@ class Run:
 
 
 def parse_draft_lengths(text: str) -> tuple[DraftLength, ...]:
-    """`1,2,auto` → (1, 2, "auto"), without repeats; raises InvalidRequest."""
+    """`1,2,auto,4x2x1` → (1, 2, "auto", a tree), without repeats; raises InvalidRequest."""
     found: list[DraftLength] = []
     for part in (piece.strip() for piece in text.split(",")):
-        if part != AUTO and not part.isdecimal():
-            raise InvalidRequest(f"-k: received {part!r}. Expected numbers and {AUTO}: 1,2,auto.")
-        value = part if part == AUTO else int(part)
+        value = _draft_length(part)
         if value not in found and value != PLAIN:
             found.append(value)
     return tuple(found)
+
+
+def _draft_length(part: str) -> DraftLength:
+    if part == AUTO:
+        return part
+    if part.isdecimal():
+        return int(part)
+    if not part.startswith(DYNAMIC) and "x" not in part:
+        raise InvalidRequest(
+            f"-k: received {part!r}. Expected numbers, {AUTO} and trees: 1,2,auto,4x2x1,"
+            f"{DYNAMIC}:16."
+        )
+    return parse_tree(part)
 
 
 def interleave(

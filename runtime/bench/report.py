@@ -10,7 +10,8 @@ from rich.table import Table
 
 from .floor import StepFloor
 from .session import Result
-from .summary import ALL, Figures, Spread
+from .summary import ALL, PARTS, Figures, Spread
+from .tree_choice import TreeChoice
 
 MISSING = "–"
 
@@ -23,6 +24,9 @@ def print_result(console: Console, result: Result) -> None:
     if any(f.category != ALL for f in result.figures):
         for bundle in dict.fromkeys(f.bundle for f in result.figures):
             console.print(_categories([f for f in result.figures if f.bundle == bundle]))
+    for choice in result.trees:
+        console.print(_choice(choice))
+        console.print(choice.answer)
     console.print(_floors(result.floors))
     if result.skipped:
         console.print(
@@ -69,8 +73,10 @@ def _speed(figures: Sequence[Figures]) -> Table:
 
 
 def _rounds(figures: Sequence[Figures]) -> Table:
-    parts = ("draft", "verify", "accept", "overhead")
+    # Only trees have rows to move.
+    parts = [p for p in PARTS if p != "compact" or any(f.round_s[p] for f in figures)]
     columns = (
+        "drafts",
         "mean length",
         "accepted",
         *(f"{part} ms" for part in parts),
@@ -83,6 +89,7 @@ def _rounds(figures: Sequence[Figures]) -> Table:
         table.add_row(
             f.bundle,
             f.mode,
+            MISSING if f.drafts_per_round is None else f"{f.drafts_per_round:.1f}",
             MISSING if f.mean_acceptance_length is None else f"{f.mean_acceptance_length:.2f}",
             _percent(f.acceptance_rate),
             *(f"{1000 * f.round_s[part]:.2f}" for part in parts),
@@ -111,6 +118,24 @@ def _category_cell(f: Figures) -> str:
         return rate
     length = f" {f.mean_acceptance_length:.2f}" if f.mean_acceptance_length else ""
     return f"{rate} ×{f.speedup.median:.2f}{length}"
+
+
+def _choice(choice: TreeChoice) -> Table:
+    title = f"Choosing a tree: {choice.bundle}, by acceptance per rank and the cost of each size"
+    columns = ("verify ms", "draft ms", "tokens a verify", "tok/s", "best chain", "tok/s")
+    table = _table(title, ("drafts", "tree (widths by depth)"), columns)
+    for tree, chain in zip(choice.trees, choice.chains, strict=True):
+        table.add_row(
+            str(tree.nodes),
+            tree.widths,
+            f"{1000 * tree.verify_s:.2f}",
+            f"{1000 * tree.draft_s:.2f}",
+            f"{tree.tokens:.2f}",
+            f"{tree.tokens_per_s:.1f}",
+            f"{chain.tokens:.2f}",
+            f"{chain.tokens_per_s:.1f}",
+        )
+    return table
 
 
 def _floors(floors: Sequence[StepFloor]) -> Table:

@@ -13,6 +13,7 @@ from ..bundle import Bundle
 from ..decoder import Decoder
 from ..errors import InvalidRequest, LimitExceeded
 from ..executor import EngineOptions
+from ..request import check_tree
 from ..sampling import SamplingParams
 from .floor import StepFloor, measure_floor
 from .machine import describe_machine
@@ -20,6 +21,7 @@ from .measure import fitting_prompts, measure, warm_up
 from .plan import AUTO, PLAIN, Contestant, DraftLength, interleave
 from .prompts import Prompt, categories
 from .summary import Figures, Sample, summarize
+from .tree_choice import TreeChoice, choose_tree
 
 DEFAULT_LONGEST = 4  # k = 1 … so many and auto, where -k is not given
 FLOOR_BLOCKS = 6
@@ -52,6 +54,7 @@ class Result:
     bundles: dict[str, dict[str, Any]]
     figures: list[Figures]
     floors: list[StepFloor]
+    trees: list[TreeChoice]  # of bundles that were measured with a tree
     skipped: tuple[str, ...]  # ids of prompts too long for a bundle
     samples: list[Sample]
 
@@ -61,6 +64,7 @@ class Result:
         del fields["samples"]
         fields["figures"] = [dataclasses.asdict(f) for f in self.figures]
         fields["floors"] = [dataclasses.asdict(f) for f in self.floors]
+        fields["trees"] = [dataclasses.asdict(t) for t in self.trees]
         return fields
 
     def write(self, folder: Path) -> None:
@@ -96,7 +100,13 @@ def run_session(
         measure_floor(name, bundle, decoders[name], settings.options, FLOOR_BLOCKS)
         for name, bundle in bundles.items()
     ]
+    trees = [
+        choose_tree(name, decoders[name], samples)
+        for name in bundles
+        if any(c.tree for c in contestants if c.bundle == name)
+    ]
     return Result(
+        trees=trees,
         machine=machine,
         settings=_settings_dict(settings, fitting),
         bundles={name: _about(bundle) for name, bundle in bundles.items()},
@@ -126,7 +136,9 @@ def _contestants(
         for k in (PLAIN, *(lengths if bundle.manifest.draft else ())):
             if isinstance(k, int) and k > most:
                 raise LimitExceeded(f"{name}: draft length -k", k, most, "-k")
-            found.append(Contestant(bundle=name, draft_length=k))
+            contestant = Contestant(bundle=name, draft_length=k)
+            check_tree(contestant.tree, None, bundle.manifest)
+            found.append(contestant)
     return found
 
 
@@ -140,6 +152,7 @@ def _about(bundle: Bundle) -> dict[str, Any]:
         "draft_precision": draft.precision if draft else "none",
         "max_context": manifest.limits.max_context,
         "max_draft_tokens": manifest.limits.max_draft_tokens,
+        "max_tree_nodes": manifest.limits.max_tree_nodes,
     }
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from .plan import Contestant, Run
 
 ALL = "all"
+PARTS = ("draft", "verify", "accept", "compact", "overhead")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +62,8 @@ class Figures:
     mean_acceptance_length: float | None  # 1 + accepted / rounds that drafted
     tokens_per_round: float  # committed per target call, plain rounds included
     acceptance_histogram: tuple[int, ...]
-    round_s: dict[str, float]  # draft, verify, accept, overhead: seconds a round
+    drafts_per_round: float | None  # verified in a round that drafted: of a tree all its nodes
+    round_s: dict[str, float]  # draft, verify, accept, compact, overhead: seconds a round
     orchestration_share: float  # overhead_s / decode_s
     same_as_plain: float | None  # greedy: share of outputs equal to plain ones, token for token
 
@@ -116,10 +118,8 @@ def _figures(
         mean_acceptance_length=None if length is None else 1 + length,
         tokens_per_round=_ratio(_total(chosen, "num_decode_tokens"), rounds) or 0.0,
         acceptance_histogram=_histogram(chosen),
-        round_s={
-            part: _ratio(_total(chosen, f"{part}_s"), rounds) or 0.0
-            for part in ("draft", "verify", "accept", "overhead")
-        },
+        drafts_per_round=_ratio(_total(chosen, "num_draft_tokens"), drafting),
+        round_s={part: _ratio(_total(chosen, f"{part}_s"), rounds) or 0.0 for part in PARTS},
         orchestration_share=_ratio(_total(chosen, "overhead_s"), _total(chosen, "decode_s")) or 0.0,
         same_as_plain=_agreement(chosen, plain) if greedy and contestant.draft_length else None,
     )
