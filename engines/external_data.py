@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import onnx_ir as ir
 
 ALIGNMENT = 4096  # page-aligned, so that an engine can map a weight
@@ -72,7 +73,7 @@ def _place(value, tensor, file, location, store, share):  # type: ignore[no-unty
     if place is None:
         offset = -(-file.tell() // ALIGNMENT) * ALIGNMENT
         file.seek(offset)
-        file.write(memoryview(tensor.numpy()).cast("B"))
+        file.write(memoryview(tensor.numpy().view(np.uint8)).cast("B"))  # 8-bit floats, too
         place = (location, offset, file.tell() - offset)
         for key in [*keys, f"{location}:{own}"]:
             store.places.setdefault(key, place)

@@ -128,7 +128,7 @@ class QdqLinearPass(ir.passes.InPlacePass):
             smooth.outputs[0].shape, smooth.outputs[0].type = x.shape, x.type
             nodes, x = [smooth], smooth.outputs[0]
         step = constant(graph, f"{name}.input_scale", np.array(scale.scale, np.float32))
-        zero = _zero(graph, self.qdq.kind)
+        zero = _zeros(graph, self.qdq.kind, f"outrider.zero.{self.qdq.kind.value}", ())
         down = ir.node("QuantizeLinear", [x, step, zero])
         up = ir.node("DequantizeLinear", [down.outputs[0], step, zero])
         up.outputs[0].shape, up.outputs[0].type = x.shape, x.type
@@ -151,12 +151,14 @@ class QdqLinearPass(ir.passes.InPlacePass):
         steps = lazy(
             graph, f"{name}.scales8", lambda: row_scales(moved(), kind), ir.DataType.FLOAT, (rows,)
         )
-        up = ir.node("DequantizeLinear", [stored, steps], {"axis": 0})
+        # Zero points of its own: ONNX Runtime changes them where it moves weights to uint8.
+        zeros = _zeros(graph, kind, f"{name}.zeros8", (rows,))
+        up = ir.node("DequantizeLinear", [stored, steps, zeros], {"axis": 0})
         up.outputs[0].shape, up.outputs[0].type = ir.Shape([rows, features]), weight.type
         graph.insert_before(linear.matmul, up)
         return up.outputs[0]
 
 
-def _zero(graph: ir.Graph, kind: EightBits) -> ir.Value:
-    zero = np.zeros((), np.int8 if kind is EightBits.INT8 else ml_dtypes.float8_e4m3fn)
-    return constant(graph, f"outrider.zero.{kind.value}", zero)
+def _zeros(graph: ir.Graph, kind: EightBits, name: str, sizes: tuple[int, ...]) -> ir.Value:
+    dtype = np.int8 if kind is EightBits.INT8 else ml_dtypes.float8_e4m3fn
+    return constant(graph, name, np.zeros(sizes, dtype))

@@ -53,8 +53,8 @@ def build(
     precision: Annotated[
         str,
         typer.Option(
-            help="Of the target's weights: fp32, int8, int4, or int4-gptq, which reads text to "
-            "choose its codes."
+            help="Of the target's weights: fp32, int8 or int4, rounded to nearest; int4-gptq and "
+            "int8-smoothquant (inputs in 8 bits, too) read text first; fp8 is TensorRT's."
         ),
     ] = "int8",
     draft_precision: Annotated[
@@ -62,7 +62,7 @@ def build(
     ] = None,
     calibration_prompts: Annotated[
         list[Path] | None,
-        typer.Option(help="Of int4-gptq: JSON lines to read; default: a set of our own."),
+        typer.Option(help="Of recipes that read text: JSON lines; default: a set of our own."),
     ] = None,
     no_rows_alike: Annotated[
         bool,

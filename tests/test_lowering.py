@@ -48,7 +48,7 @@ def test_an_error_names_the_pass(monkeypatch: pytest.MonkeyPatch) -> None:
         def call(self, model: ir.Model) -> ir.passes.PassResult:
             raise KeyError("perm")
 
-    monkeypatch.setattr(lowering, "passes", lambda _: [BrokenPass()])
+    monkeypatch.setattr(lowering, "passes", lambda *_: [BrokenPass()])
     model = graph_of("g (float[1] x) => (float[1] y) { y = Exp(x) }", {})
     with pytest.raises(BuildError, match=r"lowering pass BrokenPass: .*perm.*Expected"):
         lower(model, None)

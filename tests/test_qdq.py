@@ -9,8 +9,22 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
+import torch
 from helpers_build import K
 from helpers_calibration import weight_errors
+from helpers_family import (
+    CHUNKS,
+    bind,
+    eager_logits,
+    in_chunks,
+    operators,
+    portable_graph,
+    random_model,
+    text,
+    written,
+)
+from tiny_checkpoints import llama_config
+from transformers import PreTrainedModel
 
 from calibration.input_scales import (
     InputScales,
@@ -172,6 +186,46 @@ def test_one_input_is_rounded_once_and_unscaled_layers_stay() -> None:
     assert [n.op_type for n in model.graph].count("QuantizeLinear") == 1
     untouched = linear()
     assert not QdqLinearPass(Qdq(kind=EightBits.INT8, scale_of=lambda _: None))(untouched).modified
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.value)
+def test_a_portable_decoder_computes_what_an_eager_one_with_the_same_rounding_does(
+    kind: EightBits, tmp_path: Path
+) -> None:
+    """What TensorRT is given, in standard operators: run by ONNX Runtime's CPU.
+
+    A value that lies within f32 noise of a tie falls to either side, and layers carry that on.
+    """
+    config = llama_config(hidden_size=64, intermediate_size=96)
+    model, tokens = random_model(config), text(sum(CHUNKS), config.vocab_size)
+    graph = portable_graph(config, 64)
+    bind(graph, model)
+    one = LayerInput(scale=12 / kind.top, smoothing=None)
+    scales = InputScales(path=tmp_path / "inputs.npz")
+    scales.put({name: one for name in model.state_dict() if "_proj" in name})
+    assert QdqLinearPass(Qdq(kind=kind, scale_of=scales.of))(graph).modified
+    # of each layer: q, k and v read one value, gate and up another; o; down; the head has no scale
+    assert operators(graph)["QuantizeLinear"] == 4 * config.num_hidden_layers
+    assert operators(graph)["DequantizeLinear"] == (4 + 7) * config.num_hidden_layers
+    found = in_chunks(written(graph, "graph", tmp_path), config, 64, tokens)
+    plain = eager_logits(model, tokens)
+    _round_like(model, kind, one)
+    expected = eager_logits(model, tokens)
+    assert relative(found, expected) < 0.2 * relative(plain, expected)
+
+
+def _round_like(model: PreTrainedModel, kind: EightBits, one: LayerInput) -> None:
+    """Weights and inputs of an eager model's projections, by hand."""
+
+    def rounded(_layer: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        steps = kind.rounded(inputs[0].numpy() / np.float32(one.scale)).astype(np.float32)
+        return torch.from_numpy(steps * np.float32(one.scale))
+
+    for name, layer in model.named_modules():
+        if isinstance(layer, torch.nn.Linear) and "_proj" in name:
+            weight = rounded_weight(layer.weight.numpy(), one, kind)
+            layer.weight.data = torch.from_numpy(weight)
+            layer.register_forward_pre_hook(rounded)
 
 
 # Bundles
