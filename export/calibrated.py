@@ -54,6 +54,7 @@ class CalibrationPlan:
     precision: Precision
     texts: CalibrationTexts
     folder: Path
+    answers: Path  # what the target has written; the same for all recipes
     context: int
 
     @property
@@ -93,7 +94,7 @@ class CalibrationPlan:
             cache=written.cache,
             vocab=written.vocab_size,
             eos_token_ids=frozenset(self.target.special_tokens().eos_token_ids),
-            kept=self.folder / "answers.json",
+            kept=self.answers,
             options=EngineOptions(spin=False),
             tell=tell,
         )
@@ -144,16 +145,20 @@ def plan_calibration(
     """Raises InvalidRequest for too little text."""
     context = min(context, MOST_CONTEXT)
     texts = _texts(request, target, max(1, context - ANSWER_TOKENS))
-    key = [SCHEMA, target.sha256(), texts.digest, repr(precision)]
-    digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
-    folder = request.cache.expanduser() / f"calibration-{precision.name}-{digest}"
+    cache, text_key = request.cache.expanduser(), [SCHEMA, target.sha256(), texts.digest]
+    folder = cache / f"calibration-{precision.name}-{_digest([*text_key, repr(precision)])}"
     return CalibrationPlan(
         target=target,
         precision=_with_results(precision, folder, target),
         texts=texts,
         folder=folder,
+        answers=cache / f"calibration-answers-{_digest(text_key)}.json",
         context=context,
     )
+
+
+def _digest(key: list[Any]) -> str:
+    return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
 
 
 def _with_results(precision: Precision, folder: Path, target: Checkpoint) -> Precision:

@@ -9,12 +9,16 @@ import pytest
 from helpers_calibration import run_compare, write_prompts
 from helpers_runtime import VOCAB, latency_report, near_table, target_table, write_bundle
 
+from calibration.comparison import graphs
+from calibration.comparison.graphs import TargetGraph
 from calibration.comparison.law import law, log_law, overlap
 from calibration.comparison.neutral import neutral_inputs
 from calibration.comparison.resamples import Resamples, interval
 from calibration.comparison.rounds import Drafted, judge
 from calibration.comparison.speed import _best
+from runtime.bundle import Bundle
 from runtime.contract import CacheSpec, draft_graph
+from runtime.executor import EngineOptions
 from runtime.latency import LatencyProfile
 
 ROUNDS = 8_000
@@ -124,3 +128,21 @@ def test_every_input_of_the_draft_s_contract_gets_a_value_that_fits() -> None:
         assert found[tensor.name].ndim == len(tensor.axes)
     assert found["top_p"].tolist() == [1.0]
     assert found["top_k"].tolist() == [0]
+
+
+def test_calls_that_are_bound_once_give_what_new_ones_give(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where more shapes come than calls are kept."""
+    path = write_bundle(tmp_path / "bundle", target_table(VOCAB), None)
+    bundle, options = Bundle.load(path), EngineOptions(threads=1, spin=False)
+    lengths = (1, 3, 1, 2, 3, 1)
+
+    def rows(most: int) -> list[np.ndarray]:
+        monkeypatch.setattr(graphs, "MOST_CALLS", most)
+        target = TargetGraph(bundle, options)
+        return [target.rows([5 * j + i for i in range(n)]) for j, n in enumerate(lengths)]
+
+    for kept, new in zip(rows(16), rows(1), strict=True):
+        np.testing.assert_array_equal(kept, new)
+    assert not np.array_equal(rows(16)[1], rows(16)[4])  # other tokens, other rows
