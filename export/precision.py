@@ -2,9 +2,9 @@
 
 Activations between layers, norms, caches and everything in the accept graph stay f32.
 
-int4 is symmetric in blocks of 32. Measured on SmolLM2-135M-Instruct (KL and top-1 agreement over
-1,722 tokens of Spec-Bench prompts, rounded weights in f32 arithmetic; processor time of a step, one
-thread of an EPYC with AVX2, 128 tokens of context), against asymmetric blocks of 32 everywhere:
+int4 is symmetric in blocks of 32, to the nearest. Measured on SmolLM2-135M-Instruct (KL and top-1
+agreement over 1,722 tokens of Spec-Bench prompts, rounded weights in f32 arithmetic; processor time
+of a step, one thread of an EPYC with AVX2, 128 tokens of context), against asymmetric blocks of 32:
 
     everywhere                   KL     top-1   a step of 1, 2, 5 rows
     asymmetric, 32               0.524  0.62    1     1     1
@@ -16,6 +16,13 @@ thread of an EPYC with AVX2, 128 tokens of context), against asymmetric blocks o
 Without zero points it is faster and no further from the checkpoint. Scales searched for the least
 squared error took the last row from 0.437 to between 0.42 and 0.52, and mostly up: clipping the
 few large weights costs more than the rest gains.
+
+int4-gptq chooses codes for the layer's output on text (calibration.gptq) and keeps embedding and
+head in 8 bits; with blocks of 64 and scales in half precision that takes 0.645 bytes a parameter.
+On text of the model's own, against fp32 (504 tokens, `calibration compare`): KL 0.126, where
+rounding to nearest in blocks of 64 gives 0.487. Of its parts, in f32 arithmetic on 240 such tokens:
+nearest codes in blocks of 64 0.668; 8 bits for embedding and head 0.450; codes chosen on prompts
+alone 0.182, on as much text of its own besides 0.118; that in blocks of 32 0.102.
 """
 
 from __future__ import annotations
