@@ -146,7 +146,7 @@ def plan_calibration(
     context = min(context, MOST_CONTEXT)
     texts = _texts(request, target, max(1, context - ANSWER_TOKENS))
     cache, text_key = request.cache.expanduser(), [SCHEMA, target.sha256(), texts.digest]
-    folder = cache / f"calibration-{precision.name}-{_digest([*text_key, repr(precision)])}"
+    folder = cache / f"calibration-{precision.name}-{_digest([*text_key, _recipe(precision)])}"
     return CalibrationPlan(
         target=target,
         precision=_with_results(precision, folder, target),
@@ -155,6 +155,12 @@ def plan_calibration(
         answers=cache / f"calibration-answers-{_digest(text_key)}.json",
         context=context,
     )
+
+
+def _recipe(precision: Precision) -> str:
+    """What of it decides what is found."""
+    parts = (precision.format, precision.eight_bits, precision.smooth, precision.rule)
+    return repr((precision.name, *parts))
 
 
 def _digest(key: list[Any]) -> str:
