@@ -31,9 +31,7 @@ def chance(path: Path_, rates: list[list[float]]) -> float:
 
 
 @given(
-    rates=st.lists(
-        st.lists(st.floats(0.01, 0.45), min_size=2, max_size=2), min_size=1, max_size=2
-    ),
+    rates=st.lists(st.lists(st.floats(0.01, 0.45), min_size=2, max_size=2), min_size=1, max_size=2),
     nodes=st.integers(1, 6),
 )
 @settings(deadline=None)

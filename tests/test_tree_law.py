@@ -4,6 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from helpers_sampling import (
+    LOGIT_KINDS,
+    accept_session,
+    chains,
+    columns,
+    neutral,
+    row_of_logits,
+    sampling_params,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -155,3 +164,80 @@ def test_a_broken_q_costs_acceptance_and_not_the_law() -> None:
     }
     accepted, token = session.run(["num_accepted", "next_token"], feed)
     assert (accepted[0], token[0]) == (0, 3)  # 2 or 3 are left; u = 0.5 falls into 3
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    k=st.integers(0, 4),
+    params=sampling_params,
+    kind=st.sampled_from(LOGIT_KINDS),
+)
+@settings(deadline=None, max_examples=60)
+def test_a_tree_of_one_path_is_the_chain(
+    seed: int, k: int, params: SamplingParams, kind: str
+) -> None:
+    """Token for token: certain drafts as a tree, and as a chain whose rows of q are one-hot."""
+    rng, vocab = np.random.default_rng(seed), 300
+    drafts = rng.integers(0, vocab, k)
+    logits = row_of_logits(rng, kind, (1, k + 1, vocab))
+    uniforms = {"accept_uniforms": rng.random((1, k)), "draw_uniforms": rng.random((1, k + 1))}
+    feed = {
+        "logits": logits,
+        "draft_tokens": drafts[None],
+        "draft_probs": np.eye(vocab, dtype=np.float32)[drafts][None],
+        "past_lengths": np.zeros(1, np.int32),
+        **{name: value.astype(np.float32) for name, value in uniforms.items()},
+        **columns([params]),
+        **neutral([params], vocab, k + 1),
+        **chains(1, k + 1),
+    }
+    session = accept_session(vocab)
+    one, other = (
+        session.run(None, feed | {"q_rows": rows}) for rows in (feed["q_rows"], np.full((1, k), -1))
+    )
+    assert [x.tolist() for x in one] == [x.tolist() for x in other]
+
+
+@given(seed=st.integers(0, 10_000), params=sampling_params)
+@settings(deadline=None, max_examples=40)
+def test_rows_in_another_order_decide_the_same(seed: int, params: SamplingParams) -> None:
+    """Level by level or depth first: each draft keeps its logits, its number and its place."""
+    rng, vocab, tree = np.random.default_rng(seed), 300, Tree((0, 0, 1, 1, 2))
+    order = [0, 1, 3, 4, 2, 5]  # of rows, depth first
+    again = Tree(tuple(order.index(tree.parents[row - 1]) for row in order[1:]))
+    tokens = rng.permutation(vocab)[: tree.size]
+    feed = {
+        "logits": row_of_logits(rng, "normal", (1, 6, vocab)),
+        "accept_uniforms": rng.random((1, 5)).astype(np.float32),
+        "draw_uniforms": rng.random((1, 6)).astype(np.float32),
+    }
+    # A row's likeliest tokens are its drafts, so that some are accepted.
+    for draft, parent in zip(tokens, tree.parents, strict=True):
+        feed["logits"][0, parent, draft] += 8
+    drafts = [row - 1 for row in order[1:]]
+    moved = {
+        "logits": feed["logits"][:, order],
+        "accept_uniforms": feed["accept_uniforms"][:, drafts],
+        "draw_uniforms": feed["draw_uniforms"][:, order],
+    }
+    one = _decided(feed, tree, tokens, params)
+    other = _decided(moved, again, tokens[drafts], params)
+    assert one[:2] == other[:2]
+    assert order.index(one[2]) == other[2]
+
+
+def _decided(
+    feed: dict[str, np.ndarray], tree: Tree, tokens: np.ndarray, params: SamplingParams
+) -> tuple[int, int, int]:
+    rows, vocab = tree.size + 1, feed["logits"].shape[-1]
+    given_tree = {
+        "draft_tokens": tokens[None],
+        "draft_probs": np.zeros((1, 1, vocab), np.float32),
+        "parents": np.array([tree.parents]),
+        "q_rows": np.full((1, tree.size), -1),
+        "visible": tree.visible[None],
+        "past_lengths": np.zeros(1, np.int32),
+    }
+    everything = feed | given_tree | columns([params]) | neutral([params], vocab, rows)
+    accepted, token, last, _ = accept_session(vocab).run(None, everything)
+    return int(accepted[0]), int(token[0]), int(last[0])
