@@ -1,0 +1,146 @@
+"""Graphs lowered for TensorRT against the eager model, on ONNX Runtime's CPU.
+
+The passes before the types are exact: f32 parity as tight as the portable graph's. The strongly
+typed graph is then held to fp16's own rounding. Context buckets are as small as each call allows.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from family_configs import FAMILIES, MAX_CONTEXT, VOCAB, Family
+from helpers_family import (
+    CHUNKS,
+    bind,
+    eager_logits,
+    operators,
+    portable_graph,
+    random_model,
+    text,
+    written,
+)
+from helpers_lowering import graph_of, random, run
+from helpers_tensorrt import OracleGraph, types_of
+
+from engines.tensorrt.attention import SoftCapPass
+from engines.tensorrt.lowering import lower, passes
+from engines.tensorrt.strong_types import NARROW, StrongTypesPass, meant_casts, widening_casts
+from export.gates import relative_error
+from runtime.errors import BuildError
+
+F16 = ir.DataType.FLOAT16
+PARITY = 2e-5  # f32 sums in another order; a window off by one row gives 0.1 and more
+ROUNDING = 2e-2  # of fp16 over two layers: 11 bits, a few hundred roundings behind one another
+TEXT = text(sum(CHUNKS), VOCAB)
+QUICK = ("llama", "qwen3", "gemma2", "gpt2")  # biases, norms inside, soft caps and windows, Gemm
+
+
+def _params() -> list[object]:
+    return [
+        pytest.param(f, id=f.name, marks=[] if f.name in QUICK else [pytest.mark.slow])
+        for f in FAMILIES
+    ]
+
+
+@pytest.mark.parametrize("family", _params())
+def test_a_lowered_graph_is_the_model(family: Family, tmp_path: Path) -> None:
+    config = family.config()
+    model = random_model(config)
+    expected = eager_logits(model, TEXT)
+    graph = portable_graph(config, MAX_CONTEXT)
+    bind(graph, model)
+    for step in passes(F16)[:-1]:
+        step(graph)
+    exact = OracleGraph(written(graph.clone(), "f32", tmp_path), MAX_CONTEXT)
+    assert relative_error(exact.in_chunks(TEXT), expected) < PARITY
+    _check_operators(graph)
+
+    assert StrongTypesPass(F16)(graph).modified
+    narrow = OracleGraph(written(graph, "fp16", tmp_path), MAX_CONTEXT)
+    assert relative_error(narrow.in_chunks(TEXT, bucket=16), expected) < ROUNDING
+    _check_types(graph)
+
+
+def _check_operators(graph: ir.Model) -> None:
+    found = operators(graph)
+    assert not found["ReduceMean"], "a norm is spelled out"
+    assert found["RMSNormalization"] + found["LayerNormalization"] >= 3
+    inputs = {v.name for v in graph.graph.inputs}
+    assert {"logit_slots", "context_slots"} <= inputs
+    assert "num_logits" not in inputs
+
+
+def _check_types(graph: ir.Model) -> None:
+    assert types_of(graph, "MatMul", "TensorScatter", "Attention") == {F16}
+    assert types_of(graph, "Cos", "Sin") <= {ir.DataType.FLOAT}
+    assert meant_casts(graph) == 1, "the logits alone leave as f32"
+    assert not widening_casts(graph)
+    for value in graph.graph.inputs:
+        assert value.dtype != ir.DataType.FLOAT
+
+
+@pytest.mark.parametrize("step", passes(F16), ids=lambda s: type(s).__name__)
+def test_no_change_where_there_is_nothing_to_do(step: ir.passes.PassBase) -> None:
+    model = graph_of("g (int64[1,s] x) => (int64[1,s] y) { t = Abs(x)  y = Neg(t) }", {})
+    assert not step(model).modified
+    assert operators(model) == {"Abs": 1, "Neg": 1}
+
+
+@pytest.mark.parametrize("step", passes(F16), ids=lambda s: type(s).__name__)
+def test_a_second_time_changes_nothing(step: ir.passes.PassBase, small_graph: ir.Model) -> None:
+    model = small_graph.clone()
+    for one in passes(F16):
+        one(model)
+        if type(one) is type(step):
+            break
+    assert not step(model).modified
+
+
+@pytest.fixture(scope="module")
+def small_graph() -> ir.Model:
+    config = FAMILIES[0].config(num_hidden_layers=1)
+    graph = portable_graph(config, MAX_CONTEXT)
+    bind(graph, random_model(config))
+    return graph
+
+
+def test_a_soft_cap_is_spelled_out() -> None:
+    model = graph_of(
+        """g (float[1,4,3,8] q, float[1,2,5,8] k, float[1,2,5,8] v, bool[1,1,3,5] m)
+        => (float[1,4,3,8] y) { y = Attention<scale=0.4, softcap=2.0>(q, k, v, m) }""",
+        {},
+    )
+    seen = np.tril(np.ones((3, 5), np.bool_), 2)[None, None]
+    feed = {"q": random(1, 4, 3, 8), "k": random(1, 2, 5, 8), "v": random(1, 2, 5, 8, seed=2)}
+    before = run(model, {**feed, "m": seen})
+    assert SoftCapPass()(model).modified
+    np.testing.assert_allclose(run(model, {**feed, "m": seen})[0], before[0], atol=1e-6)
+    assert not operators(model)["Attention"]
+
+
+def test_a_weight_beyond_fp16_names_bf16() -> None:
+    weight = np.full((8, 8), 7e4, np.float32)
+    text = "g (float[1,s,8] x, float[8,8] w) => (float[1,s,8] y) { y = MatMul(x, w) }"
+    model = graph_of(text, {"w": weight})
+    lower(model, F16)
+    name = next(n for n in model.graph.initializers if n.startswith("w."))
+    with pytest.raises(BuildError, match=r"^w: received values up to 7e\+04.*--precision bf16"):
+        model.graph.initializers[name].const_value.numpy()  # type: ignore[union-attr]
+    model = graph_of(text, {"w": weight})
+    lower(model, NARROW["bf16"])
+    made = model.graph.initializers["w.bfloat16"].const_value
+    assert made is not None
+    assert np.isfinite(made.numpy().astype(np.float32)).all()
+
+
+def test_an_error_names_the_pass() -> None:
+    model = graph_of(
+        """g (float[1,2,3,8] q, float[1,2,5,8] k, float[1,2,5,8] v) => (float[1,2,3,8] y)
+        { y = Attention<softcap=2.0>(q, k, v) }""",
+        {},
+    )
+    with pytest.raises(BuildError, match=r"lowering pass \w+: .*Expected a portable graph"):
+        lower(model, F16)
