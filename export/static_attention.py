@@ -31,6 +31,46 @@ _INERT = frozenset(
 )  # fmt: skip
 
 
+@dataclass(frozen=True, kw_only=True)
+class Tree:
+    """Where the query rows, and rows before them, stand in a tree: `runtime.contract.VISIBLE`."""
+
+    depths: torch.Tensor  # [batch, tree_len] i64
+    visible: torch.Tensor  # [batch, query_len, tree_len] bool
+
+    def first_column(
+        self, past_lengths: torch.Tensor, query_len: int | torch.SymInt
+    ) -> torch.Tensor:
+        """The cache row that `visible` begins with: [batch, 1] i64."""
+        return past_lengths[:, None].long() - (self.depths.shape[1] - query_len)
+
+    def positions(self, past_lengths: torch.Tensor, query_len: int | torch.SymInt) -> torch.Tensor:
+        last = torch.arange(query_len) + (self.depths.shape[1] - query_len)
+        depths = torch.index_select(self.depths, 1, last)
+        return self.first_column(past_lengths, query_len) + depths
+
+    def mask(
+        self, past_lengths: torch.Tensor, max_context: int, window: int | None
+    ) -> torch.Tensor:
+        """[batch, 1, query_len, max_context] bool."""
+        query_len, tree_len = self.visible.shape[1], self.visible.shape[2]
+        first = self.first_column(past_lengths, query_len)
+        column = torch.arange(max_context)[None, :]
+        offset = column - first  # [batch, max_context]
+        before = (offset < 0)[:, None, :]
+        inside = offset.clamp(min=0)
+        inside = torch.minimum(inside, torch.full((1, 1), 1) * (tree_len - 1))
+        index = inside[:, None, :].expand(-1, query_len, -1)
+        seen = torch.gather(self.visible, 2, index) & (offset < tree_len)[:, None, :]
+        seen = before | seen
+        if window is not None:
+            depth = torch.gather(self.depths, 1, inside)
+            at = torch.where(offset < 0, column, first + depth)
+            position = self.positions(past_lengths, query_len)
+            seen = seen & (at[:, None, :] > position[:, :, None] - window)
+        return seen[:, None]
+
+
 @dataclass(kw_only=True)
 class AttentionRecorder:
     """The state of one trace: caches in, caches out, and the masks that layers share."""
@@ -38,20 +78,32 @@ class AttentionRecorder:
     past_lengths: torch.Tensor  # [batch] i32
     max_context: int
     past: list[torch.Tensor]  # 2 a layer, [batch, kv_heads, max_context, head_dim]
+    tree: Tree | None = None  # None: the query rows are a chain
     present: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
 
     def mask(self, query_len: int | torch.SymInt, window: int | None) -> torch.Tensor:
         """Which cache rows each query row may see: [batch, 1, query_len, max_context] bool."""
         if window not in self.masks:
-            position = self.past_lengths[:, None].long() + torch.arange(query_len)[None, :]
-            position = position[:, None, :, None]
-            column = torch.arange(self.max_context)
-            seen = column <= position
-            if window is not None:
-                seen = seen & (column > position - window)
+            seen = self._chain(query_len, window) if self.tree is None else self._tree(window)
             self.masks[window] = seen
         return self.masks[window]
+
+    def positions(self, query_len: int | torch.SymInt) -> torch.Tensor:
+        """Of each query row: [batch, query_len] i64."""
+        if self.tree is not None:
+            return self.tree.positions(self.past_lengths, query_len)
+        return self.past_lengths[:, None].long() + torch.arange(query_len)[None, :]
+
+    def _chain(self, query_len: int | torch.SymInt, window: int | None) -> torch.Tensor:
+        position = self.positions(query_len)[:, None, :, None]
+        column = torch.arange(self.max_context)
+        seen = column <= position
+        return seen if window is None else seen & (column > position - window)
+
+    def _tree(self, window: int | None) -> torch.Tensor:
+        assert self.tree is not None
+        return self.tree.mask(self.past_lengths, self.max_context, window)
 
     def attend(
         self,

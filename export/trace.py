@@ -26,7 +26,7 @@ from runtime.errors import UnsupportedModel
 
 from .features import carried, refuse_unsupported
 from .quiet import quiet
-from .static_attention import ATTENTION_NAME, AttentionRecorder, recording
+from .static_attention import ATTENTION_NAME, AttentionRecorder, Tree, recording
 from .taps import Taps
 from .torch_onnx import to_onnx
 
@@ -35,8 +35,16 @@ class _StaticCacheDecoder(torch.nn.Module):
     """The traced signature: ids, lengths, rows to project and caches in; logits and caches out,
     and the states at the taps, if there are any."""
 
-    def __init__(self, model: torch.nn.Module, max_context: int, taps: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        max_context: int,
+        taps: Sequence[int] = (),
+        *,
+        trees: bool = False,
+    ) -> None:
         super().__init__()
+        self.trees = trees
         self.model = model
         self.max_context = max_context
         self.taps = Taps(model, taps) if taps else None
@@ -46,12 +54,15 @@ class _StaticCacheDecoder(torch.nn.Module):
         input_ids: torch.Tensor,  # [batch, query_len] i64
         past_lengths: torch.Tensor,  # [batch] i32
         logit_rows: torch.Tensor,  # [num_logits] i64
-        *past: torch.Tensor,
+        *more: torch.Tensor,  # depths and visible, where it verifies trees; the caches
     ) -> tuple[torch.Tensor, ...]:
-        recorder = AttentionRecorder(
-            past_lengths=past_lengths, max_context=self.max_context, past=list(past)
+        tree, past = (
+            (Tree(depths=more[0], visible=more[1]), more[2:]) if self.trees else (None, more)
         )
-        positions = past_lengths[:, None].long() + torch.arange(input_ids.shape[1])[None, :]
+        recorder = AttentionRecorder(
+            past_lengths=past_lengths, max_context=self.max_context, past=list(past), tree=tree
+        )
+        positions = recorder.positions(input_ids.shape[1])
         with recording(recorder):
             out = self.model(
                 input_ids=input_ids,
@@ -89,11 +100,13 @@ def trace_decoder(
     *,
     head_rows: int | None = None,
     taps: Sequence[int] = (),
+    trees: bool = False,
 ) -> ir.Model:
     """Trace a decoder from its configuration alone.
 
     head_rows: tokens that the output head knows, where they aren't the whole vocabulary.
     taps: hidden states to give as `features`, as `export.taps` numbers them.
+    trees: whether the query rows may be a tree, told by `depths` and `visible`.
     Returns an `onnx_ir` model whose inputs and outputs are those of
     `runtime.contract.target_graph`, but for `num_logits`, which is still `logit_rows`
     [num_logits] i64; initializers carry the names of the checkpoint's tensors and no data.
@@ -103,7 +116,7 @@ def trace_decoder(
     config = carried(config)
     with quiet(), FakeTensorMode(allow_non_fake_inputs=True):
         model = _build(config, head_rows)
-        decoder = _StaticCacheDecoder(model, max_context, taps)
+        decoder = _StaticCacheDecoder(model, max_context, taps, trees=trees)
         program = _export(decoder, cache_spec(config, max_context))
     return cleaned(program.model)
 
@@ -161,22 +174,40 @@ def _export(decoder: _StaticCacheDecoder, cache: CacheSpec) -> torch.onnx.ONNXPr
         torch.ones((batch, query_len), dtype=torch.int64),
         torch.zeros((batch,), dtype=torch.int32),
         torch.arange(num_logits),
+        *(_example_tree(batch, query_len) if decoder.trees else ()),
         *past,
     )
     rows = {0: torch.export.Dim("batch", min=1, max=1024)}
     ids = {**rows, 1: torch.export.Dim("query_len", min=1, max=cache.max_context)}
     kept = {0: torch.export.Dim("num_logits", min=1, max=cache.max_context)}
+    columns = torch.export.Dim("tree_len", min=1, max=cache.max_context)
+    tree = ({**rows, 1: columns}, {**ids, 2: columns}) if decoder.trees else ()
     return to_onnx(
         decoder,
         args,
-        (ids, rows, kept, tuple(rows for _ in past)),
-        inputs=["input_ids", "past_lengths", "logit_rows", *(s.name for s in cache.past())],
+        (ids, rows, kept, (*tree, *(rows for _ in past))),
+        inputs=[
+            "input_ids",
+            "past_lengths",
+            "logit_rows",
+            *(["depths", "visible"] if decoder.trees else []),
+            *(s.name for s in cache.past()),
+        ],
         outputs=[
             "logits",
             *(s.name for s in cache.present()),
             *(["features"] if decoder.taps else []),
         ],
         name=type(decoder.model).__name__,
+    )
+
+
+def _example_tree(batch: int, query_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """With columns in front of the query, or the exporter takes both axes for one."""
+    columns = query_len + 2
+    return (
+        torch.zeros((batch, columns), dtype=torch.int64),
+        torch.ones((batch, query_len, columns), dtype=torch.bool),
     )
 
 

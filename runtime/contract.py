@@ -23,7 +23,8 @@ class TensorSpec:
     name: str
     dtype: str  # numpy name
     axes: tuple[str | int, ...]
-    optional: bool = False  # an output that a graph need not have, nor a caller bind
+    # An output that a graph need not have, nor a caller bind; an input that a graph need not have.
+    optional: bool = False
 
 
 def _spec(name: str, dtype: str, *axes: str | int) -> TensorSpec:
@@ -32,6 +33,14 @@ def _spec(name: str, dtype: str, *axes: str | int) -> TensorSpec:
 
 INPUT_IDS = _spec("input_ids", "int64", "batch", "query_len")
 PAST_LENGTHS = _spec("past_lengths", "int32", "batch")  # rows of the cache that are valid
+# Of a target that verifies trees: where each of the call's rows stands in one. Column j of `visible`
+# is cache row past_lengths - (tree_len - query_len) + j; all rows before those are seen. A row at
+# depth d stands at the position of the first column plus d. A chain sees itself and all before it,
+# at depths 0, 1, 2, …
+MOST_TREE_NODES = 64  # besides the root; sliding windows are built with so much room
+DEPTHS = _spec("depths", "int64", "batch", "tree_len")
+VISIBLE = _spec("visible", "bool", "batch", "query_len", "tree_len")
+TARGET_DEPTHS, TARGET_VISIBLE = replace(DEPTHS, optional=True), replace(VISIBLE, optional=True)
 NUM_LOGITS = _spec("num_logits", "int64")  # how many of the last query rows are projected
 LOGITS = _spec("logits", "float32", "batch", "num_logits", "vocab")
 # The target's hidden states that a head drafts from, those of one row joined; of every query row.
@@ -143,7 +152,14 @@ class GraphSpec:
 def target_graph(cache: CacheSpec, switches: tuple[TensorSpec, ...] = ()) -> GraphSpec:
     """Prefill, plain decoding and verification: one graph, told apart by query_len."""
     return GraphSpec(
-        inputs=(INPUT_IDS, PAST_LENGTHS, NUM_LOGITS, *cache.past()),
+        inputs=(
+            INPUT_IDS,
+            PAST_LENGTHS,
+            NUM_LOGITS,
+            TARGET_DEPTHS,
+            TARGET_VISIBLE,
+            *cache.past(),
+        ),
         outputs=(LOGITS, *cache.present(), TARGET_FEATURES),
         switches=switches,
     )

@@ -5,6 +5,9 @@ GroupQueryAttention appends to the same buffer and reads only the rows that are 
 inside where the graph's own could be matched, and stays outside where it could not. Heads of a size
 that the operator doesn't take stay with the standard operators, which compute the same, slower.
 
+Where the query rows are a tree (`visible` among the inputs), what a row may not see is a bias of −∞,
+and RoPE turns by the rows' depths.
+
 A query of one row runs another kernel than rows together do, and differs by 1e-7: `rows_alike`.
 """
 
@@ -17,8 +20,11 @@ import numpy as np
 import onnx_ir as ir
 
 from ..matching import attribute, drop_dead, last_dim, producer, replace, slice_of
+from runtime.contract import MOST_TREE_NODES
+
 from ..weights import constant
 from .rotary import Rotary, match_rotary, tabulate
+from .tree_attention import TreeAttention
 
 logger = logging.getLogger(__name__)
 
@@ -52,10 +58,11 @@ class GroupQueryAttentionPass(ir.passes.InPlacePass):
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         sites = [_site(node) for node in _fitting(model)]
         lengths = _Lengths(model.graph) if sites else None
+        tree = TreeAttention.of(model.graph, lengths.total) if lengths else None
         tables: dict[tuple[ir.Value, ir.Value], tuple[ir.Value, ir.Value]] = {}
         for site in sites:
             assert lengths is not None
-            _lower(model, site, lengths, tables)
+            _lower(model, site, lengths, tables, tree)
         if sites:
             drop_dead(model)
             model.graph.opset_imports["com.microsoft"] = 1
@@ -128,6 +135,7 @@ def _lower(
     site: _Site,
     lengths: _Lengths,
     tables: dict[tuple[ir.Value, ir.Value], tuple[ir.Value, ir.Value]],
+    tree: TreeAttention | None,
 ) -> None:
     graph = model.graph
     rotary = _rotary_tables(model, site, tables)
@@ -136,7 +144,7 @@ def _lower(
         "num_heads": _heads(site.query),
         "kv_num_heads": _heads(site.key),
         "scale": float(attribute(site.node, "scale")),  # type: ignore[arg-type]
-        "local_window_size": _window(site.node),
+        "local_window_size": _window(site.node, tree),
         "do_rotary": 0,
     }
     softcap = attribute(site.node, "softcap", 0.0)
@@ -148,6 +156,7 @@ def _lower(
         query, key = turned_query.x, turned_key.x
         attributes |= {"do_rotary": 1, "rotary_interleaved": int(turned_query.interleaved)}
     flat = [_flattened(graph, site.node, v) for v in (query, key, site.value)]
+    branches = tree.inputs(_window_rows(site.node), turns=rotary is not None) if tree else []
     attention = ir.node(
         "GroupQueryAttention",
         [
@@ -158,6 +167,7 @@ def _lower(
             lengths.total,
             cos,
             sin,
+            *branches,
         ],
         attributes,
         domain="com.microsoft",
@@ -167,10 +177,20 @@ def _lower(
     _replace_output(graph, site, attention)
 
 
-def _window(node: ir.Node) -> int:
-    """GroupQueryAttention counts the rows to the left of the query; 0 means no window."""
-    window = int(node.metadata_props.get("outrider.window", "0"))
-    return window if window else -1
+def _window_rows(node: ir.Node) -> int:
+    """Cache rows that a query sees, itself included; 0: all before it."""
+    return int(node.metadata_props.get("outrider.window", "0"))
+
+
+def _window(node: ir.Node, tree: TreeAttention | None) -> int:
+    """GroupQueryAttention counts rows, so a tree's may stand further apart than their positions.
+
+    Its bias then says exactly what is within the window.
+    """
+    window = _window_rows(node)
+    if not window:
+        return -1
+    return window + MOST_TREE_NODES if tree else window
 
 
 def _heads(value: ir.Value) -> int:

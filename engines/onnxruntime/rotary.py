@@ -115,7 +115,7 @@ def tabulate(model: ir.Model, rotary: Rotary, max_context: int) -> tuple[np.ndar
     Raises ValueError where the two halves of a pair are turned by different angles.
     """
     inputs = {v.name: v for v in model.graph.inputs}
-    names = ["input_ids", "past_lengths"]
+    names = [n for n in ("input_ids", "past_lengths", "depths", "visible") if n in inputs]
     graph = ir.convenience.extract(
         model.graph, [inputs[n] for n in names], [rotary.cos, rotary.sin]
     )
@@ -128,6 +128,8 @@ def tabulate(model: ir.Model, rotary: Rotary, max_context: int) -> tuple[np.ndar
     feed = {
         "input_ids": np.zeros((1, max_context), np.int64),
         "past_lengths": np.zeros(1, np.int32),
+        "depths": np.arange(max_context)[None],
+        "visible": np.zeros((1, max_context, max_context), np.bool_),  # at most its shape is read
     }
     wanted = {i.name for i in session.get_inputs()}
     cos, sin = session.run(None, {k: v for k, v in feed.items() if k in wanted})

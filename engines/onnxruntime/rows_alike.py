@@ -25,7 +25,7 @@ from ..matching import drop_dead
 from ..weights import constant
 
 _DONE = "outrider.rows_alike"
-_SEQLENS, _TOTAL = 5, 6  # inputs of GroupQueryAttention
+_SEQLENS, _TOTAL, _POSITIONS, _BIAS = 5, 6, 9, 10  # inputs of GroupQueryAttention
 
 
 class RowsAlikePass(ir.passes.InPlacePass):
@@ -67,8 +67,47 @@ class _Padding:
         last = ir.node("Sub", [totals.outputs[0], one_i32])
         most = ir.node("ReduceMax", [totals.outputs[0]], {"keepdims": 0})
         graph.insert_before(graph[0], [query, rows, shape, rows_i32, totals, last, most])
-        self.query_len, self.shape = query.outputs[0], shape.outputs[0]
+        self.query_len, self.shape, self.rows = (
+            query.outputs[0],
+            shape.outputs[0],
+            rows.outputs[0],
+        )
         self.seqlens_k, self.total = last.outputs[0], most.outputs[0]
+
+
+def _pad_tree(node: ir.Node, padding: _Padding) -> None:
+    """Positions [batch, rows] and bias [batch, 1, rows, columns] of the copy: the row's own.
+
+    The column that is added, the copy's, lies behind the row itself, which doesn't look ahead.
+    """
+    if len(node.inputs) <= _BIAS:
+        return
+    positions, bias = node.inputs[_POSITIONS], node.inputs[_BIAS]
+    ops = _Before(node)
+    if positions is not None:
+        flat = ops.node("Concat", padding.one, padding.rows, axis=0)
+        node.replace_input_with(_POSITIONS, ops.node("Expand", positions, flat))
+    if bias is not None:
+        more = ops.node("Sub", padding.rows, padding.query_len)
+        zeros = constant(ops.graph, "rows_alike.seven", np.zeros(7, np.int64))
+        amounts = ops.node("Concat", zeros, more, axis=0)
+        wide = ops.node("Pad", bias, amounts)
+        tall = ops.node("Concat", padding.one, padding.one, padding.rows, padding.one, axis=0)
+        node.replace_input_with(_BIAS, ops.node("Expand", wide, tall))
+
+
+class _Before:
+    """Nodes in front of one."""
+
+    def __init__(self, node: ir.Node) -> None:
+        assert node.graph is not None
+        self.graph: ir.Graph = node.graph  # type: ignore[assignment]
+        self._node = node
+
+    def node(self, op_type: str, *inputs: ir.Value, **attributes: int) -> ir.Value:
+        new = ir.node(op_type, list(inputs), attributes)
+        self.graph.insert_before(self._node, new)
+        return new.outputs[0]
 
 
 def _pad(node: ir.Node, padding: _Padding) -> None:
@@ -81,6 +120,7 @@ def _pad(node: ir.Node, padding: _Padding) -> None:
             expanded.outputs[0].type = value.type
             graph.insert_before(node, expanded)
             node.replace_input_with(i, expanded.outputs[0])
+    _pad_tree(node, padding)
     node.replace_input_with(_SEQLENS, padding.seqlens_k)
     node.replace_input_with(_TOTAL, padding.total)
     node.metadata_props[_DONE] = "1"
