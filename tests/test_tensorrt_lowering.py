@@ -23,17 +23,20 @@ from helpers_family import (
     written,
 )
 from helpers_lowering import graph_of, random, run
-from helpers_tensorrt import OracleGraph, types_of
+from helpers_tensorrt import OracleGraph, run_unfused, types_of
 
 from engines.tensorrt.attention import SoftCapPass
-from engines.tensorrt.lowering import lower, passes
+from engines.tensorrt.lowering import exact_passes, lower
 from engines.tensorrt.strong_types import NARROW, StrongTypesPass, meant_casts, widening_casts
+from engines.tensorrt.weight_only import WeightFormat, WeightOnlyPass
 from export.gates import relative_error
 from runtime.errors import BuildError
 
 F16 = ir.DataType.FLOAT16
 PARITY = 2e-5  # f32 sums in another order; a window off by one row gives 0.1 and more
 ROUNDING = 2e-2  # of fp16 over two layers: 11 bits, a few hundred roundings behind one another
+INT4 = WeightFormat(kind="int4", block=16, scales=np.dtype(np.float16))
+STEPS = [*exact_passes(INT4), StrongTypesPass(F16)]
 TEXT = text(sum(CHUNKS), VOCAB)
 QUICK = ("llama", "qwen3", "gemma2", "gpt2")  # biases, norms inside, soft caps and windows, Gemm
 
@@ -52,7 +55,7 @@ def test_a_lowered_graph_is_the_model(family: Family, tmp_path: Path) -> None:
     expected = eager_logits(model, TEXT)
     graph = portable_graph(config, MAX_CONTEXT)
     bind(graph, model)
-    for step in passes(F16)[:-1]:
+    for step in exact_passes():
         step(graph)
     exact = OracleGraph(written(graph.clone(), "f32", tmp_path), MAX_CONTEXT)
     assert relative_error(exact.in_chunks(TEXT), expected) < PARITY
@@ -82,20 +85,18 @@ def _check_types(graph: ir.Model) -> None:
         assert value.dtype != ir.DataType.FLOAT
 
 
-@pytest.mark.parametrize("step", passes(F16), ids=lambda s: type(s).__name__)
+@pytest.mark.parametrize("step", STEPS, ids=lambda s: type(s).__name__)
 def test_no_change_where_there_is_nothing_to_do(step: ir.passes.PassBase) -> None:
     model = graph_of("g (int64[1,s] x) => (int64[1,s] y) { t = Abs(x)  y = Neg(t) }", {})
     assert not step(model).modified
     assert operators(model) == {"Abs": 1, "Neg": 1}
 
 
-@pytest.mark.parametrize("step", passes(F16), ids=lambda s: type(s).__name__)
+@pytest.mark.parametrize("step", STEPS, ids=lambda s: type(s).__name__)
 def test_a_second_time_changes_nothing(step: ir.passes.PassBase, small_graph: ir.Model) -> None:
     model = small_graph.clone()
-    for one in passes(F16):
+    for one in STEPS[: STEPS.index(step) + 1]:
         one(model)
-        if type(one) is type(step):
-            break
     assert not step(model).modified
 
 
@@ -144,3 +145,38 @@ def test_an_error_names_the_pass() -> None:
     )
     with pytest.raises(BuildError, match=r"lowering pass \w+: .*Expected a portable graph"):
         lower(model, F16)
+
+
+@pytest.mark.parametrize(
+    ("kind", "block", "limit"),
+    # The largest magnitude has 127, 7, 448 and 6 steps; fp8 has 4 bits of mantissa, fp4 has 2.
+    [("int8", None, 0.5 / 127), ("int4", 16, 0.5 / 7), ("fp8", None, 1 / 16), ("fp4", 16, 1 / 6)],
+)
+def test_weights_of_few_bits(kind: str, block: int | None, limit: float) -> None:
+    """The graph multiplies by what `rounded` says, which is near the weight."""
+    fmt = WeightFormat(kind=kind, block=block, scales=np.dtype(np.float16))
+    weight = random(24, 32)
+    weight[3] = 0
+    model = graph_of(
+        """g (float[1,s,32] x, float[24,32] w) => (float[1,s,24] y)
+        { t = Transpose<perm=[1,0]>(w)  y = MatMul(x, t) }""",
+        {"w": weight},
+    )
+    assert WeightOnlyPass(fmt)(model).modified
+    assert model.graph.initializers["w.codes"].dtype == fmt.dtype
+    rounded = fmt.rounded(weight)
+    x = random(1, 5, 32, seed=1)
+    if kind != "fp4":  # of which ONNX Runtime's CPU has no DequantizeLinear
+        np.testing.assert_allclose(run_unfused(model, {"x": x})[0], x @ rounded.T, atol=1e-5)
+    largest = np.abs(weight.reshape(24, -1, block or 32)).max(-1).repeat(block or 32, axis=1)
+    assert (np.abs(rounded - weight) <= largest * limit * 1.01 + 1e-6).all()
+    assert not WeightOnlyPass(fmt)(model).modified
+
+
+def test_rows_that_are_no_whole_blocks_stay() -> None:
+    model = graph_of(
+        """g (float[1,s,24] x, float[8,24] w) => (float[1,s,8] y)
+        { t = Transpose<perm=[1,0]>(w)  y = MatMul(x, t) }""",
+        {"w": random(8, 24)},
+    )
+    assert not WeightOnlyPass(INT4)(model).modified

@@ -186,4 +186,3 @@ def _optimization_profile(builder: Any, model: ir.Model, profile: Profile) -> An
 def _weight_bytes(model: ir.Model) -> int:
     values = model.graph.initializers.values()
     return sum(v.const_value.nbytes for v in values if v.const_value is not None)
-

@@ -16,11 +16,14 @@ from .normalization import StandardNormsPass
 from .rotary import RotaryEmbeddingPass
 from .shape_inputs import ContextBucketPass, LogitSlotsPass
 from .strong_types import StrongTypesPass
+from .weight_only import WeightFormat, WeightOnlyPass
 
 logger = logging.getLogger(__name__)
 
 
-def passes(dtype: ir.DataType) -> list[ir.passes.PassBase]:
+def exact_passes(weights: WeightFormat | None = None) -> list[ir.passes.PassBase]:
+    """All but the types: what they make can be held against the model in f32."""
+    quantized = [] if weights is None else [WeightOnlyPass(weights)]
     return [
         FoldWeightExpressionsPass(),
         GemmToLinearPass(),
@@ -29,14 +32,23 @@ def passes(dtype: ir.DataType) -> list[ir.passes.PassBase]:
         LogitSlotsPass(),
         ContextBucketPass(),
         SoftCapPass(),
+        *quantized,
         FoldTransposePass(),
-        StrongTypesPass(dtype),
     ]
 
 
-def lower(model: ir.Model, dtype: ir.DataType) -> ir.Model:
-    """Lower the portable graph in place. Raises BuildError naming the pass."""
-    for step in passes(dtype):
+def lower_exactly(model: ir.Model, weights: WeightFormat | None = None) -> ir.Model:
+    """Lower the portable graph in place, all in f32. Raises BuildError naming the pass."""
+    return _apply(model, exact_passes(weights))
+
+
+def lower(model: ir.Model, dtype: ir.DataType, weights: WeightFormat | None = None) -> ir.Model:
+    """The same, strongly typed; `weights` None keeps them in `dtype`. Errors as above."""
+    return _apply(model, [*exact_passes(weights), StrongTypesPass(dtype)])
+
+
+def _apply(model: ir.Model, steps: list[ir.passes.PassBase]) -> ir.Model:
+    for step in steps:
         name = type(step).__name__
         try:
             result = step(model)

@@ -90,11 +90,14 @@ def draft_profiles(limits: Limits, context: int) -> tuple[Profile, ...]:
 
 
 def accept_profiles(limits: Limits) -> tuple[Profile, ...]:
-    """A plain draw, and the acceptance of up to k drafts."""
-    profiles = [_accept("decode", limits, Range.fixed(0))]
-    if k := limits.max_draft_tokens:
-        profiles.append(_accept("verify", limits, Range(least=1, usual=(k + 1) // 2, most=k)))
-    return tuple(profiles)
+    """The acceptance of 1 to k drafts.
+
+    Never 0: TensorRT has no gather from nothing. A plain draw is one draft whose q is all 0: it is
+    never accepted, and what is drawn then has the law of p.
+    """
+    most = max(1, limits.max_draft_tokens)
+    k = Range(least=1, usual=(most + 1) // 2, most=most)
+    return (_accept("verify", limits, k),)
 
 
 def _verified(limits: Limits) -> Range:

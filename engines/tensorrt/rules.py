@@ -38,8 +38,8 @@ def check_casts(name: str, network: Any, api: Any, meant: int) -> None:
     if len(found) > meant:
         raise BuildError(
             f"{name}: received {len(found)} casts from a narrow float to f32, "
-            f"{', '.join(layer.name for layer in found[:3])} among them. Expected {meant}, those of "
-            "the contract's outputs; the parser put a wider type in between."
+            f"{', '.join(layer.name for layer in found[:3])} among them. Expected {meant}, those "
+            "of the contract's outputs; the parser put a wider type in between."
         )
 
 
@@ -51,9 +51,7 @@ def _widens(layer: Any, api: Any) -> bool:
     if layer.type != api.LayerType.CAST:
         return False
     narrow = (api.DataType.HALF, api.DataType.BF16)
-    return (
-        layer.get_input(0).dtype in narrow and layer.get_output(0).dtype == api.DataType.FLOAT
-    )
+    return layer.get_input(0).dtype in narrow and layer.get_output(0).dtype == api.DataType.FLOAT
 
 
 def check_size(name: str, plan_bytes: int, weight_bytes: int, targets: int) -> None:
