@@ -89,4 +89,4 @@ def _place(value, tensor, file, location, store, share):  # type: ignore[no-unty
 def _raw(tensor: ir.TensorProtocol) -> memoryview | bytes:
     """As the file has them; bf16, fp8 and packed 4 bits are no types that a buffer knows."""
     plain = tensor.dtype in _BUFFER_TYPES
-    return memoryview(tensor.numpy()).cast("B") if plain else tensor.tobytes()
+    return memoryview(tensor.numpy().data).cast("B") if plain else tensor.tobytes()

@@ -26,6 +26,7 @@ from .cards import unfit
 from .errors import BundleError
 
 SCHEMA = 3
+ENGINE_LIBRARIES = ("tensorrt", "tensorrt-rtx")  # backends whose graphs are plans
 DRAFT_TOKENIZER = "draft_tokenizer.json"  # of a draft that has tokens of its own
 
 
@@ -58,6 +59,16 @@ class Gate:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EngineCard:
+    """What the plans in engines/ were built by and for; a plan runs on nothing else."""
+
+    library: str  # tensorrt | tensorrt-rtx
+    version: str
+    compute_capabilities: tuple[int, ...]  # such as 80, 89; empty: all that the library builds for
+    draft_backend: str  # where the draft's graph runs: the library, or onnxruntime
+
+
+@dataclass(frozen=True, kw_only=True)
 class FileRecord:
     sha256: str
     bytes: int
@@ -67,7 +78,7 @@ class FileRecord:
 class Manifest:
     schema: int
     versions: dict[str, str]  # outrider, onnxruntime, torch, transformers, …
-    backend: str  # onnxruntime
+    backend: str  # onnxruntime | tensorrt | tensorrt-rtx
     target: ModelCard
     draft: DraftCard | None
     limits: Limits
@@ -76,6 +87,7 @@ class Manifest:
     tokenizer_sha256: str
     gates: tuple[Gate, ...]
     files: dict[str, FileRecord]  # relative POSIX path → record; all files but the manifest
+    engines: EngineCard | None = None  # of a TensorRT backend
 
     @property
     def draft_model(self) -> ModelCard | None:

@@ -74,7 +74,7 @@ class _Builder:
         self._graph, self._before = graph, before
 
     def __call__(self, op_type: str, *inputs: ir.Value, **attributes: object) -> ir.Value:
-        node = ir.node(op_type, inputs, attributes)  # type: ignore[arg-type]
+        node = ir.node(op_type, inputs, attributes)
         node.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
         if op_type == "Unsqueeze" and inputs[0].type is not None:
             node.outputs[0].type = inputs[0].type

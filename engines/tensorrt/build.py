@@ -41,7 +41,10 @@ class BuildOptions:
 
 @dataclass(kw_only=True)
 class TimingCache:
-    """Kernel timings, kept from one graph's build to the next, and on disk by the caller."""
+    """Kernel timings, kept from one graph's build to the next.
+
+    Of TensorRT alone: TensorRT-RTX times nothing when it builds, and has the calls as no-ops.
+    """
 
     data: bytes = b""
     _live: Any = field(default=None, repr=False)
@@ -73,7 +76,8 @@ def build_plan(
 ) -> Plan:
     """Parse and build the graph at `path`. Raises BuildError; see `rules` for what else fails."""
     model = ir.load(path)
-    _check_capabilities(library, path.name, model, options.compute_capabilities)
+    check_targets(library, options.compute_capabilities)
+    _check_types(path.name, model, options.compute_capabilities)
     library.logger.clear()
     builder = library.api.Builder(library.logger)
     library.check_logger(builder)
@@ -81,6 +85,8 @@ def build_plan(
     check_warnings(path.name, library.logger.warnings)
     check_casts(path.name, network, library.api, meant_casts(model))
     config = _config(library, builder, model, profiles, options)
+    if library.portable_builds:
+        timing = None
     if timing is not None:
         timing.attach(config)
     data = builder.build_serialized_network(network, config)
@@ -95,14 +101,13 @@ def build_plan(
     if timing is not None:
         timing.keep()
     weight_bytes = _weight_bytes(model)
-    check_size(path.name, data.nbytes, weight_bytes, len(options.compute_capabilities) or 4)
+    check_size(path.name, data.nbytes, weight_bytes)
     logger.info("%s: plan of %d bytes, weights %d", path.name, data.nbytes, weight_bytes)
     return Plan(data=bytes(memoryview(data)), warnings=warnings, weight_bytes=weight_bytes)
 
 
-def _check_capabilities(
-    library: Library, name: str, model: ir.Model, chosen: Sequence[int]
-) -> None:
+def check_targets(library: Library, chosen: Sequence[int]) -> None:
+    """Raises BuildError for compute capabilities that the library doesn't build for."""
     known = supported_capabilities(library)
     if chosen and not library.portable_builds:
         raise BuildError(
@@ -114,6 +119,9 @@ def _check_capabilities(
             f"--compute-capability: received {', '.join(map(str, unknown))}. Expected some of "
             f"{', '.join(map(str, known))}, which {library.backend} {library.version} builds for."
         )
+
+
+def _check_types(name: str, model: ir.Model, chosen: Sequence[int]) -> None:
     types = {v.dtype for v in model.graph.initializers.values()}
     for dtype, least in _LEAST_CAPABILITY.items():
         low = [one for one in chosen if one < least]

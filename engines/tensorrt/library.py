@@ -68,7 +68,7 @@ def load(backend: str) -> Library:
 def _logger(api: Any) -> Any:
     """A class that needs the package to exist."""
 
-    class Logger(api.ILogger):  # type: ignore[misc]
+    class Logger(api.ILogger):
         def __init__(self) -> None:
             api.ILogger.__init__(self)
             self.warnings: list[str] = []

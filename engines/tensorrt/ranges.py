@@ -6,16 +6,16 @@ the build, so that a new input can't get a range by accident.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import onnx_ir as ir
 
+from runtime.engine_contract import LEAST_CONTEXT
 from runtime.errors import BuildError
 from runtime.manifest import Limits
 
 PREFILL_ROWS = 128
-LEAST_CONTEXT = 256  # of the smallest context bucket
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +102,7 @@ def accept_profiles(limits: Limits) -> tuple[Profile, ...]:
 
 def _verified(limits: Limits) -> Range:
     most = limits.max_draft_tokens + 1
-    return Range(least=min(2, most), usual=(most + 1) // 2 + 1, most=most)
+    return Range(least=min(2, most), usual=min(most, most // 2 + 1), most=most)
 
 
 def _decoder(name: str, limits: Limits, query: Range, logits: Range) -> Profile:
@@ -131,12 +131,3 @@ def _batch(limits: Limits) -> Range:
 def _context(most: int) -> Range:
     least = min(LEAST_CONTEXT, most)
     return Range(least=least, usual=max(least, min(1024, most)), most=most)
-
-
-def buckets(max_context: int) -> Sequence[int]:
-    """Context buckets, ascending: doubling from the least, the whole cache last."""
-    found, size = [], LEAST_CONTEXT
-    while size < max_context:
-        found.append(size)
-        size *= 2
-    return (*found, max_context)

@@ -19,7 +19,7 @@ _SHAPES_ONLY = re.compile(rf"Input Tensor ({LOGIT_SLOTS}|{CONTEXT_SLOTS}) is unu
 _UNUSED = re.compile(r"unused input|is unused", re.IGNORECASE)
 
 PLAN_SLACK = 1.1  # of the weights' bytes: what an engine pads
-PLAN_OVERHEAD_BYTES = 24 << 20  # kernels of one target and the engine's own tables
+PLAN_OVERHEAD_BYTES = 24 << 20  # kernels, and tables over the vocabulary in accept
 
 
 def check_warnings(name: str, warnings: Sequence[str]) -> None:
@@ -38,8 +38,8 @@ def check_casts(name: str, network: Any, api: Any, meant: int) -> None:
     if len(found) > meant:
         raise BuildError(
             f"{name}: received {len(found)} casts from a narrow float to f32, "
-            f"{', '.join(layer.name for layer in found[:3])} among them. Expected {meant}, those "
-            "of the contract's outputs; the parser put a wider type in between."
+            f"{', '.join(layer.name for layer in found[:3])} among them. Expected {meant}, of "
+            "norms and the contract's outputs; the parser put a wider type in between."
         )
 
 
@@ -54,9 +54,9 @@ def _widens(layer: Any, api: Any) -> bool:
     return layer.get_input(0).dtype in narrow and layer.get_output(0).dtype == api.DataType.FLOAT
 
 
-def check_size(name: str, plan_bytes: int, weight_bytes: int, targets: int) -> None:
+def check_size(name: str, plan_bytes: int, weight_bytes: int) -> None:
     """Raises BuildError for a plan that holds more than its weights as they were quantized."""
-    most = int(weight_bytes * PLAN_SLACK) + PLAN_OVERHEAD_BYTES * max(1, targets)
+    most = int(weight_bytes * PLAN_SLACK) + PLAN_OVERHEAD_BYTES
     if plan_bytes > most:
         raise BuildError(
             f"{name}: received a plan of {plan_bytes:,} bytes for weights of {weight_bytes:,}. "

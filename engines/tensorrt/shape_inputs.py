@@ -13,10 +13,12 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
+from runtime import engine_contract
+
 from ..weights import constant
 
-LOGIT_SLOTS = "logit_slots"
-CONTEXT_SLOTS = "context_slots"
+LOGIT_SLOTS = engine_contract.LOGIT_SLOTS.name
+CONTEXT_SLOTS = engine_contract.CONTEXT_SLOTS.name
 
 
 class LogitSlotsPass(ir.passes.InPlacePass):

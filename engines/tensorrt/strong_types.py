@@ -21,6 +21,7 @@ from ..weights import array, lazy, shape
 FLOAT = ir.DataType.FLOAT
 NARROW = {"fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
 WIDENS = "outrider.widens"  # metadata of a cast that is meant to go to a wider type
+_NORMS = ("RMSNormalization", "LayerNormalization")
 _CACHES = ("past_key_values.", "present.")
 
 
@@ -57,13 +58,18 @@ def widening_casts(model: ir.Model) -> list[str]:
 
 
 def meant_casts(model: ir.Model) -> int:
-    return sum(WIDENS in node.metadata_props for node in model.graph.all_nodes())
+    """Casts to f32 that the graph asks for: marked outputs, and each norm's own inside."""
+    nodes = list(model.graph.all_nodes())
+    norms = [n for n in nodes if n.op_type in _NORMS and _is_narrow(n.inputs[0])]
+    return len(norms) + sum(WIDENS in node.metadata_props for node in nodes)
 
 
 def _widens(node: ir.Node) -> bool:
-    source = node.inputs[0]
-    narrow = source is not None and source.dtype in NARROW.values()
-    return narrow and node.attributes["to"].as_int() == FLOAT
+    return _is_narrow(node.inputs[0]) and node.attributes["to"].as_int() == FLOAT
+
+
+def _is_narrow(value: ir.Value | None) -> bool:
+    return value is not None and value.dtype in NARROW.values()
 
 
 def _narrow_values(graph: ir.Graph) -> set[ir.Value]:
