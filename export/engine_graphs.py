@@ -35,6 +35,7 @@ from .portable import fix_num_logits
 from .trace import cache_spec
 
 Array = np.ndarray
+AS_WRITTEN = EngineOptions(spin=False, as_written=True)
 Finish = Callable[[ir.Model], None]
 
 
@@ -112,6 +113,10 @@ class EngineGateGraph(GateGraph):
     @staticmethod
     def _spec(cache: CacheSpec) -> GraphSpec:
         return engine_spec(target_graph(cache))
+
+    @staticmethod
+    def _options() -> EngineOptions:
+        return AS_WRITTEN
 
     def rows(self, tokens: Sequence[int]) -> Array:
         count = len(tokens)
@@ -194,7 +199,7 @@ def draft_gates(
 
 def _draft_probs(path: Path, cache: CacheSpec, size: int, tokens: Sequence[int]) -> Array:
     """q behind each prefix, at temperature 1: [len(tokens), size] f32."""
-    executor = Executor.load(path, engine_spec(draft_graph(cache)), EngineOptions(spin=False))
+    executor = Executor.load(path, engine_spec(draft_graph(cache)), AS_WRITTEN)
     sampling = SamplingInputs(executor.axes["vocab"], rows=1)
     sampling.begin(SamplingParams(temperature=1.0), ())
     past = cache_buffers(cache.past(), cache.shape(1))

@@ -31,9 +31,9 @@ class DraftModel:
         self._executor = executor
         self._buffers = buffers
         self._window = DraftWindow(buffers.draft_lengths, cache.max_context)
-        self._caches = cache_buffers(cache.past(), cache.shape(1))
+        self.caches = cache_buffers(cache.past(), cache.shape(1))
         names = zip(cache.past(), cache.present(), strict=True)
-        self._present = {present.name: self._caches[past.name] for past, present in names}
+        self._present = {present.name: self.caches[past.name] for past, present in names}
         self._chunk = np.zeros((1, self._window.size), np.int64)
         self._unused_token = np.zeros((1, 1), np.int64)
         self._unused_probs = np.zeros((1, 1, buffers.draft_probs.shape[2]), np.float32)
@@ -114,7 +114,7 @@ class DraftModel:
             "drafted_tokens": self._buffers.drafts(step),
             "allowed_tokens": sampling.allowed[:, step : step + 1],
             **sampling.shared,
-            **self._caches,
+            **self.caches,
         }
         outputs = {"draft_token": token, "draft_step_probs": probs, **self._present}
         return self._executor.bind(inputs, outputs)

@@ -39,11 +39,13 @@ class EngineOptions:
 
     threads: None takes the cores this process may run on. spin: during a run, workers wait busily
     for the next operator: a tenth to a quarter faster where the cores are this process's own,
-    several times slower where other processes want them.
+    several times slower where other processes want them. as_written: compute DequantizeLinear where
+    the graph has it, in f32; else ONNX Runtime may round activations where it meets such weights.
     """
 
     threads: int | None = None
     spin: bool = True
+    as_written: bool = False
 
     def __post_init__(self) -> None:
         if self.threads is not None and self.threads < 1:
@@ -114,6 +116,8 @@ class Executor:
         binding = self._session.io_binding()
         given = [spec for spec in self._spec.switches if spec.name in inputs]
         for spec in (*self._spec.inputs, *given):
+            if spec.optional and spec.name not in inputs:
+                continue
             array = self._checked(spec, inputs, axes)
             binding.bind_input(
                 spec.name, "cpu", 0, array.dtype, list(array.shape), array.ctypes.data
@@ -150,6 +154,7 @@ def _session_options(options: EngineOptions) -> onnxruntime.SessionOptions:
     result.inter_op_num_threads = 1
     result.log_severity_level = 4  # what it would log comes as an exception, and is raised
     result.add_session_config_entry("session.intra_op.allow_spinning", str(int(options.spin)))
+    result.add_session_config_entry("session.disable_quant_qdq", str(int(options.as_written)))
     # Target, draft and accept have a pool each: workers that spun on after their own graph's run
     # would take the cores from the next one's. On 2 cores rounds then take twice as long.
     result.add_session_config_entry("session.force_spinning_stop", "1")

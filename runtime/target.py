@@ -34,9 +34,9 @@ class TargetStep:
         self._executor = executor
         self._buffers = buffers
         self.features = features
-        self._caches = cache_buffers(cache.past(), cache.shape(1))
+        self.caches = cache_buffers(cache.past(), cache.shape(1))
         names = zip(cache.past(), cache.present(), strict=True)
-        self._present = {present.name: self._caches[past.name] for past, present in names}
+        self._present = {present.name: self.caches[past.name] for past, present in names}
         self._chunk = np.zeros((1, PREFILL_CHUNK), np.int64)
         self._calls: dict[tuple[int, int], Call] = {}
         self._verify = [
@@ -93,7 +93,7 @@ class TargetStep:
             "past_lengths": self._buffers.target_lengths if lengths is None else lengths,
             "num_logits": np.array(num_logits, np.int64),
             **switches,
-            **self._caches,
+            **self.caches,
         }
         outputs = {"logits": self._buffers.logits[:, :num_logits], **self._present}
         if self.features is not None:
