@@ -157,6 +157,8 @@ def _read_union(options: tuple[Any, ...], raw: Any, where: str) -> Any:
     if raw is None and types.NoneType in options:
         return None
     options = tuple(option for option in options if option is not types.NoneType)
+    if len(options) == 1:
+        return _read(options[0], raw, where)
     if all(map(dataclasses.is_dataclass, options)):
         return _read(_named(options, raw, where), raw, where)
     for option in options:
