@@ -79,7 +79,7 @@ def adjusted(
     op: Op,
     logits: ir.Value,  # [batch, rows, vocab] f32
     drafted: ir.Value,  # [batch, n] int64, ids of the logits
-    behind: ir.Value,  # [rows, n] f32, 1 where the row comes after the draft
+    behind: ir.Value,  # [batch or 1, rows, n] f32, 1 where the row comes after the draft
     adjustments: Callable[[Op], Adjustments],  # over the ids of the logits
     adjust: ir.Value,  # [batch] bool
     *,
@@ -126,7 +126,7 @@ def _at_drafts(op: Op, drafted: ir.Value, behind: ir.Value, given: Adjustments) 
 
 def _per_row(op: Op, drafted: ir.Value, behind: ir.Value) -> ir.Value:
     """[batch, n] → [batch, rows, n]."""
-    rows = op.Shape(behind, end=1)
+    rows = op.Shape(behind, start=1, end=2)
     n = op.Shape(drafted, start=1)
     batch = op.Shape(drafted, end=1)
     return op.Expand(op.Unsqueeze(drafted, [1]), op.Concat(batch, rows, n, axis=0))
@@ -156,13 +156,11 @@ def _repeated(op: Op, logits: ir.Value, seen: ir.Value, r: ir.Value) -> ir.Value
     return op.Mul(op.Min(op.Div(logits, factor), op.Mul(logits, factor)), sign)
 
 
-def rows_behind_drafts(op: Op, drafted: ir.Value) -> ir.Value:
-    """[k + 1, k] f32 for accept: row i comes after the first i drafts."""
-    k = op.Shape(drafted, start=1)
-    ones = op.Expand(1.0, op.Concat(op.Add(k, 1), k, axis=0))
-    return op.Trilu(ones, -1, upper=0)
+def rows_behind_drafts(op: Op, visible: ir.Value) -> ir.Value:
+    """[batch, k + 1, k] f32 for accept: a row comes after the drafts that it sees, its own too."""
+    return op.Cast(op.Slice(visible, [1], [2**31], [2]), to=FLOAT)
 
 
 def all_drafts(op: Op, drafted: ir.Value) -> ir.Value:
-    """[1, n] f32 for a draft step: its row comes after all of them."""
-    return op.Expand(1.0, op.Concat([1], op.Shape(drafted, start=1), axis=0))
+    """[1, 1, n] f32 for a draft step: its row comes after all of them."""
+    return op.Expand(1.0, op.Concat([1, 1], op.Shape(drafted, start=1), axis=0))

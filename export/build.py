@@ -38,7 +38,7 @@ from .features import refuse_unproven, refuse_unsupported
 from .fidelity_gate import FidelityGate
 from .gate_graph import GateGraph
 from .graphs import WrittenGraph, write_accept, write_target
-from .limits import check_batch, check_draft_tokens, target_context
+from .limits import check_batch, check_draft_tokens, check_tree_nodes, target_context
 from .model_card import model_card
 from .model_draft import ModelDraftPlan
 from .precision import Precision, precision
@@ -74,6 +74,7 @@ class BuildRequest:
     max_batch: int = 1
     max_context: int | None = None
     max_draft_tokens: int = 8
+    max_tree_nodes: int = 0  # 0: chains only
     min_ngram: int | None = None  # of --draft ngram alone
     max_ngram: int | None = None
     skip_layers: str | None = None  # of --draft layer-skip alone
@@ -146,7 +147,12 @@ def _plan(request: BuildRequest) -> _Plan:
         draft=draft,
         precision=chosen,
         engines=engines,
-        limits=Limits(max_batch=batch, max_context=context, max_draft_tokens=k),
+        limits=Limits(
+            max_batch=batch,
+            max_context=context,
+            max_draft_tokens=k,
+            max_tree_nodes=check_tree_nodes(request.max_tree_nodes, draft, context),
+        ),
     )
 
 
@@ -218,13 +224,14 @@ def _fill(plan: _Plan, directory: Path, progress: Progress) -> Manifest:
     onnx.mkdir()
     store = WeightStore(directory=onnx)
     progress(f"tracing and writing the target, {plan.target.name}, {plan.precision.name}")
+    trees = plan.limits.max_tree_nodes > 0
     target = write_target(
-        plan.target, plan.precision, plan.limits.max_context, store, taps=plan.taps
+        plan.target, plan.precision, plan.limits.max_context, store, taps=plan.taps, trees=trees
     )
     draft = None
     if plan.draft is not None:
         progress(f"writing the draft, {plan.draft.name}")
-        draft = plan.draft.write(onnx, store, target_vocab=target.vocab_size)
+        draft = plan.draft.write(onnx, store, target_vocab=target.vocab_size, trees=trees)
     _write_accept(target, draft, directory, store)
     plan.target.save_tokenizer(directory)
     manifest = _manifest(plan, model_card(plan.target, target, plan.precision), draft)

@@ -84,6 +84,9 @@ def build(
         int | None, typer.Option(help="Prompt and answer together; default: up to 2048.")
     ] = None,
     k: Annotated[int, typer.Option("-k", help="Most tokens drafted a round.")] = 8,
+    max_tree_nodes: Annotated[
+        int, typer.Option(help="Most drafts of a tree verified at once; 0: chains only.")
+    ] = 0,
     min_ngram: Annotated[
         int | None, typer.Option(help="Of --draft ngram: fewest tokens looked up; default: 2.")
     ] = None,
@@ -140,6 +143,7 @@ def build(
         max_batch=max_batch,
         max_context=max_context,
         max_draft_tokens=k,
+        max_tree_nodes=max_tree_nodes,
         min_ngram=min_ngram,
         max_ngram=max_ngram,
         skip_layers=skip_layers,

@@ -34,6 +34,10 @@ class PlanDefaults:
     def taps(self) -> tuple[int, ...]:
         return ()
 
+    @property
+    def makes_trees(self) -> bool:
+        return False
+
 
 class DraftPlan(Protocol):
     """A drafter that was checked against its target before anything slow is done."""
@@ -54,5 +58,14 @@ class DraftPlan(Protocol):
     def taps(self) -> tuple[int, ...]:
         """Hidden states of the target that it reads, as `export.taps` numbers them."""
 
-    def write(self, onnx: Path, store: WeightStore, *, target_vocab: int) -> WrittenDraft:
-        """Write its graphs, if it has any, below `onnx`. Raises BuildError."""
+    @property
+    def makes_trees(self) -> bool:
+        """Whether it can propose trees besides chains."""
+
+    def write(
+        self, onnx: Path, store: WeightStore, *, target_vocab: int, trees: bool
+    ) -> WrittenDraft:
+        """Write its graphs, if it has any, below `onnx`. Raises BuildError.
+
+        trees: those that make trees, too; only where `makes_trees`.
+        """

@@ -51,13 +51,15 @@ class DraftVocabulary:
         self,
         op: Op,
         tokens: ir.Value,  # [batch, k] int64, target ids
-        probs: ir.Value,  # [batch, k, draft_vocab] f32
+        probs: ir.Value,  # [batch, n, draft_vocab] f32
+        rows: ir.Value,  # [batch, k] int64, the row of probs for each token
     ) -> ir.Value:  # [batch, k] f32
         """q of the given target tokens: 0 for a token that the draft does not have."""
         columns = op.Min(self.draft_ids(op, tokens), self.size)
         inside = op.Less(columns, self.size)
-        at = op.GatherElements(probs, op.Unsqueeze(op.Min(columns, self.size - 1), [2]), axis=2)
-        return op.Where(inside, op.Squeeze(at, [2]), 0.0)
+        column = op.Min(columns, self.size - 1)
+        at = op.Concat(op.Unsqueeze(rows, [2]), op.Unsqueeze(column, [2]), axis=2)
+        return op.Where(inside, op.GatherND(probs, at, batch_dims=1), 0.0)
 
     def over_target(
         self,

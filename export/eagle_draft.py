@@ -68,7 +68,13 @@ class EagleDraftPlan(PlanDefaults):
         """Of the target, as `export.taps` numbers them."""
         return self.head.taps or (self.target.config.num_hidden_layers,)
 
-    def write(self, onnx: Path, store: WeightStore, *, target_vocab: int) -> WrittenDraft:
+    @property
+    def makes_trees(self) -> bool:
+        return True
+
+    def write(
+        self, onnx: Path, store: WeightStore, *, target_vocab: int, trees: bool
+    ) -> WrittenDraft:
         graph = write_head(
             self.head,
             self.precision,
@@ -77,6 +83,7 @@ class EagleDraftPlan(PlanDefaults):
             target_vocab=target_vocab,
             q_over=self.q_over,
             share=self._shared,
+            trees=trees,
         )
         rounded = graph.rounded
         if self.head.version == 3:

@@ -9,12 +9,13 @@ import onnx_ir as ir
 from engines.external_data import WeightStore, save
 from engines.onnxruntime.lowering import lower
 
+from .branch_tail import append_ranking
 from .draft_tail import append_draft_sampling
-from .draft_vocabulary import QOver
+from .draft_vocabulary import DraftVocabulary, QOver
 from .eagle_head import EagleHead
 from .eagle_trace import trace_fuse, trace_head
-from .graphs import WrittenGraph
-from .portable import bind_weights, simplify
+from .graphs import WrittenGraph, save_branch
+from .portable import bind_weights, make_portable, simplify
 from .precision import Precision, precision
 from .trace import cache_spec
 
@@ -30,14 +31,22 @@ def write_head(
     target_vocab: int,
     q_over: QOver = QOver.DRAFT,
     share: Share = lambda _: None,
+    trees: bool = False,
 ) -> WrittenGraph:
-    """share: keys in the store of weights that are the target's."""
+    """share: keys in the store of weights that are the target's. trees: `branch.onnx` as well."""
     model = simplify(trace_head(head, max_context))
     bind_weights(model, head.load)
     lower(model, chosen.quantizer())
     append_draft_sampling(model, head.d2t, vocab_size=target_vocab, q_over=q_over)
     rounded = rounded_names(model)
     save(model, "draft", store, share=share)
+    if trees:
+        branch = make_portable(trace_head(head, max_context, trees=True))
+        bind_weights(branch, head.load)
+        lower(branch, chosen.quantizer())
+        vocabulary = DraftVocabulary(target_size=target_vocab, size=head.vocab_size, d2t=head.d2t)
+        append_ranking(branch, vocabulary)
+        save_branch(branch, store, share)
     return WrittenGraph(
         cache=cache_spec(head.config, max_context), vocab_size=head.vocab_size, rounded=rounded
     )

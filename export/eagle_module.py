@@ -77,8 +77,9 @@ class EagleModule(nn.Module):
         input_ids: Tensor,  # [batch, rows] i64
         states: Tensor,  # [batch, rows, H]
         positions: Tensor,  # [batch, rows] i64
+        wanted: Tensor | None = None,  # [n] i64, rows to project; None: the last
     ) -> tuple[Tensor, Tensor]:
-        """Logits [batch, 1, D] of the last row; states [batch, rows, H]."""
+        """Logits [batch, n, D] of the wanted rows; states [batch, rows, H]."""
         embedded = self.embed_tokens(input_ids)
         mask = create_causal_mask(
             config=self.config,
@@ -91,7 +92,8 @@ class EagleModule(nn.Module):
             states = self.fc(torch.cat([embedded, states], dim=-1))
         x = self.layers[0](embedded, states, self.rotary(states, positions), mask)
         normed = self.norm(x) if self.norm is not None else x
-        return self.lm_head(normed[:, -1:]), normed if self.norm_output else x
+        last = normed[:, -1:] if wanted is None else normed[:, wanted]
+        return self.lm_head(last), normed if self.norm_output else x
 
 
 class _Layer(nn.Module):

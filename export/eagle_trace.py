@@ -14,9 +14,9 @@ from runtime.errors import BuildError
 from .eagle_head import EagleHead
 from .eagle_module import EagleModule, FuseModule, make_rotary, with_attention
 from .quiet import quiet
-from .static_attention import ATTENTION_NAME, AttentionRecorder, recording
+from .static_attention import ATTENTION_NAME, AttentionRecorder, Tree, recording
 from .torch_onnx import to_onnx
-from .trace import cache_spec, cleaned
+from .trace import cache_spec, cleaned, example_tree
 
 BATCH, ROWS = 2, 4  # of the example inputs; both axes are symbolic
 
@@ -47,16 +47,45 @@ class _StaticCacheHead(torch.nn.Module):
         return (logits, own[:, -1:], *recorder.present[0])
 
 
-def trace_head(head: EagleHead, max_context: int) -> ir.Model:
+class _TreeHead(_StaticCacheHead):
+    """The same over rows of a tree, with the logits and states of those that are asked for."""
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,  # [batch, query_len] i64
+        states: torch.Tensor,  # [batch, query_len, H]
+        past_lengths: torch.Tensor,  # [batch] i32
+        logit_rows: torch.Tensor,  # [num_logits] i64
+        depths: torch.Tensor,  # [batch, tree_len] i64
+        visible: torch.Tensor,  # [batch, query_len, tree_len] bool
+        *past: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        recorder = AttentionRecorder(
+            past_lengths=past_lengths,
+            max_context=self.max_context,
+            past=list(past),
+            tree=Tree(depths=depths, visible=visible),
+        )
+        positions = recorder.positions(input_ids.shape[1])
+        with recording(recorder):
+            logits, own = self.model(input_ids, states, positions, logit_rows)
+        return (logits, own[:, logit_rows], *recorder.present[0])
+
+
+def trace_head(head: EagleHead, max_context: int, *, trees: bool = False) -> ir.Model:
     """As `runtime.contract.eagle_graph`, but for sampling: `logits` [batch, 1, D] f32 instead.
 
-    Initializers carry the canonical names and no data.
+    trees: as `eagle_branch_graph`, with `logits` [batch, num_logits, D] and `logit_rows`
+    [num_logits] i64. Initializers carry the canonical names and no data.
     """
     traced = with_attention(head, ATTENTION_NAME)
     rotary = make_rotary(head.config)  # real frequencies: they aren't in the checkpoint
     with quiet(), FakeTensorMode(allow_non_fake_inputs=True):
         module = EagleModule(traced, rotary).eval()
-        program = _export(_StaticCacheHead(module, max_context), head, max_context)
+        if trees:
+            program = _export_tree(_TreeHead(module, max_context), head, max_context)
+        else:
+            program = _export(_StaticCacheHead(module, max_context), head, max_context)
     return cleaned(program.model)
 
 
@@ -92,6 +121,40 @@ def _export(module: _StaticCacheHead, head: EagleHead, max_context: int) -> Any:
         args,
         (each, each, rows, tuple(rows for _ in past)),
         inputs=["input_ids", "states", "past_lengths", *(s.name for s in cache.past())],
+        outputs=["logits", "next_state", *(s.name for s in cache.present())],
+        name=head.name,
+    )
+
+
+def _export_tree(module: _TreeHead, head: EagleHead, max_context: int) -> Any:
+    cache: CacheSpec = cache_spec(head.config, max_context)
+    past = tuple(torch.zeros(cache.shape(BATCH)) for _ in range(2))
+    args = (
+        torch.ones((BATCH, ROWS), dtype=torch.int64),
+        torch.zeros((BATCH, ROWS, head.config.hidden_size)),
+        torch.zeros((BATCH,), dtype=torch.int32),
+        torch.arange(ROWS - 1),
+        *example_tree(BATCH, ROWS),
+        *past,
+    )
+    rows = {0: _batch()}
+    each = {**rows, 1: torch.export.Dim("query_len", min=1, max=max_context)}
+    kept = {0: torch.export.Dim("num_logits", min=1, max=max_context)}
+    columns = torch.export.Dim("tree_len", min=1, max=max_context)
+    tree = ({**rows, 1: columns}, {**each, 2: columns})
+    return to_onnx(
+        module,
+        args,
+        (each, each, rows, kept, *tree, tuple(rows for _ in past)),
+        inputs=[
+            "input_ids",
+            "states",
+            "past_lengths",
+            "logit_rows",
+            "depths",
+            "visible",
+            *(s.name for s in cache.past()),
+        ],
         outputs=["logits", "next_state", *(s.name for s in cache.present())],
         name=head.name,
     )

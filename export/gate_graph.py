@@ -15,6 +15,7 @@ from runtime.contract import CacheSpec, GraphSpec, TensorSpec, draft_graph, targ
 from runtime.executor import EngineOptions, Executor, cache_buffers
 from runtime.sampling import SamplingParams
 from runtime.sampling_inputs import SamplingInputs
+from runtime.tree_buffers import chain_inputs
 
 Array = NDArray[Any]
 
@@ -53,6 +54,7 @@ class GateGraph:
             "input_ids": np.array([tokens], np.int64),
             "past_lengths": np.array([self.length], np.int32),
             "num_logits": np.array(count, np.int64),
+            **chain_inputs(count),
             **self._switches,
             **self._past,
         }

@@ -18,10 +18,11 @@ from engines.onnxruntime.lowering import lower, make_rows_alike
 from runtime.contract import CacheSpec
 
 from .accept_graph import accept_model
+from .branch_tail import append_ranking
 from .checkpoint import Checkpoint
 from .draft import Draft
 from .draft_tail import append_draft_sampling
-from .draft_vocabulary import QOver
+from .draft_vocabulary import DraftVocabulary, QOver
 from .names import match_names
 from .portable import bind_weights, fix_num_logits, make_portable, weight_shapes
 from .precision import Precision
@@ -46,12 +47,13 @@ def write_target(
     store: WeightStore,
     *,
     taps: Sequence[int] = (),
+    trees: bool = False,
 ) -> WrittenGraph:
     """Trace, lower and write `target.onnx`; weights are read and written one at a time.
 
-    taps: hidden states that a drafter reads.
+    taps: hidden states that a drafter reads. trees: it verifies trees.
     """
-    model = _bound(checkpoint, max_context, taps=taps)
+    model = _bound(checkpoint, max_context, taps=taps, trees=trees)
     lower(model, precision.quantizer())
     if precision.rows_alike:
         make_rows_alike(model)
@@ -74,8 +76,12 @@ def write_draft(
     *,
     target_vocab: int,
     q_over: QOver = QOver.DRAFT,
+    trees: bool = False,
 ) -> WrittenGraph:
-    """The same for `draft.onnx`, with sampling inside; a shared embedding isn't written again."""
+    """The same for `draft.onnx`, with sampling inside; a shared embedding isn't written again.
+
+    trees: `branch.onnx` as well, over the same weights.
+    """
     checkpoint = draft.checkpoint
     head_rows = draft.vocab_size if draft.d2t is not None else None
     model = _bound(checkpoint, max_context, head_rows=head_rows)
@@ -84,12 +90,24 @@ def write_draft(
     append_draft_sampling(model, draft.d2t, vocab_size=target_vocab, q_over=q_over)
     rounded = rounded_weights(model, checkpoint)
     home = draft.borrowed_embedding
-    save(model, "draft", store, share=_embedding_keys(checkpoint, home, precision))
+    share = _embedding_keys(checkpoint, home, precision)
+    save(model, "draft", store, share=share)
+    if trees:
+        branch = _bound(checkpoint, max_context, head_rows=head_rows, trees=True)
+        lower(branch, precision.quantizer())
+        size = draft.vocab_size
+        append_ranking(branch, DraftVocabulary(target_size=target_vocab, size=size, d2t=draft.d2t))
+        save_branch(branch, store, share)
     return WrittenGraph(
         cache=cache_spec(checkpoint.config, max_context),
         vocab_size=draft.vocab_size,
         rounded=rounded,
     )
+
+
+def save_branch(model: ir.Model, store: WeightStore, share: Share) -> None:
+    """Write `branch.onnx`, whose weights are `draft.onnx`'s."""
+    save(model, "branch", store, share=lambda name: share(name) or f"draft.data:{name}")
 
 
 def write_accept(
@@ -104,9 +122,11 @@ def _bound(
     *,
     head_rows: int | None = None,
     taps: Sequence[int] = (),
+    trees: bool = False,
 ) -> ir.Model:
     config: PretrainedConfig = checkpoint.config
-    model = make_portable(trace_decoder(config, max_context, head_rows=head_rows, taps=taps))
+    traced = trace_decoder(config, max_context, head_rows=head_rows, taps=taps, trees=trees)
+    model = make_portable(traced)
     names = match_names(checkpoint, weight_shapes(model))
     bind_weights(model, checkpoint.load, names)
     return model

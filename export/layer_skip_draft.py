@@ -93,7 +93,9 @@ class LayerSkipPlan(PlanDefaults):
             return f"the target without some layers, searched for {self.search_s:g} s"
         return f"the target without layers {as_text(self.skipped)}"
 
-    def write(self, onnx: Path, store: WeightStore, *, target_vocab: int) -> WrittenDraft:
+    def write(
+        self, onnx: Path, store: WeightStore, *, target_vocab: int, trees: bool
+    ) -> WrittenDraft:
         save(tail_model(target_vocab), "tail", store)
         skipped, found = self.skipped, None
         if skipped is None:

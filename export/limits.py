@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from transformers import PretrainedConfig
 
+from runtime.contract import MOST_TREE_NODES
 from runtime.errors import BuildError
+
+from .draft_plan import DraftPlan
 
 DEFAULT_MAX_CONTEXT = 2048
 LEAST_CONTEXT = 16
@@ -64,3 +67,17 @@ def check_draft_tokens(asked: int, context: int) -> int:
 def _positions(config: PretrainedConfig) -> int | None:
     """Positions that the model was made for; None where its configuration states none."""
     return getattr(config, "max_position_embeddings", None)
+
+
+def check_tree_nodes(asked: int, draft: DraftPlan | None, context: int) -> int:
+    """Raises BuildError."""
+    most = min(MOST_TREE_NODES, context // 2)
+    if not 0 <= asked <= most:
+        raise BuildError(f"--max-tree-nodes: received {asked}. Expected 0 to {most}.")
+    if asked and (draft is None or not draft.makes_trees):
+        name = draft.name if draft else "none"
+        raise BuildError(
+            f"--max-tree-nodes: received {asked} with --draft {name}. Expected 0: it makes chains "
+            "only."
+        )
+    return asked

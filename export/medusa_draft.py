@@ -20,6 +20,7 @@ from runtime.executor import EngineOptions, Executor
 from runtime.manifest import Gate, MedusaDraft
 
 from . import gates
+from .branch_tail import rank_model
 from .checkpoint import Checkpoint
 from .draft_plan import WrittenDraft
 from .draft_tail import tail_model
@@ -90,7 +91,13 @@ class MedusaDraftPlan:
         """The state behind the last norm."""
         return (self.target.config.num_hidden_layers,)
 
-    def write(self, onnx: Path, store: WeightStore, *, target_vocab: int) -> WrittenDraft:
+    @property
+    def makes_trees(self) -> bool:
+        return True
+
+    def write(
+        self, onnx: Path, store: WeightStore, *, target_vocab: int, trees: bool
+    ) -> WrittenDraft:
         model = simplify(self._traced())
         bind_weights(model, self._load)
         lower(model, self.precision.quantizer())
@@ -99,6 +106,8 @@ class MedusaDraftPlan:
         size, d2t = self.heads.vocab_size, self._ascending()
         tail = tail_model(size, d2t, vocab_size=target_vocab, q_over=self.q_over)
         save(tail, "tail", store)
+        if trees:
+            save(rank_model(size, d2t, target_vocab), "rank", store)
         vocabulary = DraftVocabulary(target_size=target_vocab, size=size, d2t=d2t)
         return WrittenDraft(
             card=self._card(),

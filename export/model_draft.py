@@ -68,7 +68,13 @@ class ModelDraftPlan(PlanDefaults):
     def name(self) -> str:
         return f"{self.draft.checkpoint.name}, {self.precision.name}"
 
-    def write(self, onnx: Path, store: WeightStore, *, target_vocab: int) -> WrittenDraft:
+    @property
+    def makes_trees(self) -> bool:
+        return True
+
+    def write(
+        self, onnx: Path, store: WeightStore, *, target_vocab: int, trees: bool
+    ) -> WrittenDraft:
         graph = write_draft(
             self.draft,
             self.precision,
@@ -76,6 +82,7 @@ class ModelDraftPlan(PlanDefaults):
             store,
             target_vocab=target_vocab,
             q_over=self.q_over,
+            trees=trees,
         )
         over_draft = self.q_over is QOver.DRAFT
         vocabulary = DraftVocabulary(

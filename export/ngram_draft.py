@@ -37,5 +37,11 @@ class NgramDraftPlan(PlanDefaults):
     def name(self) -> str:
         return self.card.name
 
-    def write(self, onnx: Path, store: WeightStore, *, target_vocab: int) -> WrittenDraft:
+    @property
+    def makes_trees(self) -> bool:
+        return True
+
+    def write(
+        self, onnx: Path, store: WeightStore, *, target_vocab: int, trees: bool
+    ) -> WrittenDraft:
         return WrittenDraft(card=self.card, gates=lambda _: [])

@@ -47,8 +47,14 @@ class NgramPlusPlan:
     def taps(self) -> tuple[int, ...]:
         return self.other.taps
 
-    def write(self, onnx: Path, store: WeightStore, *, target_vocab: int) -> WrittenDraft:
-        written = self.other.write(onnx, store, target_vocab=target_vocab)
+    @property
+    def makes_trees(self) -> bool:
+        return False
+
+    def write(
+        self, onnx: Path, store: WeightStore, *, target_vocab: int, trees: bool
+    ) -> WrittenDraft:
+        written = self.other.write(onnx, store, target_vocab=target_vocab, trees=False)
         card = NgramPlusDraft(ngram=self.lookup.card, other=_combinable(written.card))
         return WrittenDraft(card=card, gates=written.gates)
 

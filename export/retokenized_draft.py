@@ -42,9 +42,11 @@ class RetokenizedDraftPlan(PlanDefaults):
     def context(self) -> int:
         return self.model.context
 
-    def write(self, onnx: Path, store: WeightStore, *, target_vocab: int) -> WrittenDraft:
+    def write(
+        self, onnx: Path, store: WeightStore, *, target_vocab: int, trees: bool
+    ) -> WrittenDraft:
         draft = self.model.draft
-        written = self.model.write(onnx, store, target_vocab=draft.vocab_size)
+        written = self.model.write(onnx, store, target_vocab=draft.vocab_size, trees=False)
         tokenizer = draft.checkpoint.text_files().tokenizer
         tokenizer.no_truncation()
         tokenizer.no_padding()

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from runtime.contract import SKIP_LAYERS, CacheSpec, GraphSpec, TensorSpec, target_graph
 from runtime.executor import Call, EngineOptions, Executor, cache_buffers
+from runtime.tree_buffers import chain_inputs
 
 Array = NDArray[Any]
 PREFILL = 64  # rows a call
@@ -99,6 +100,7 @@ class SkippableGraph:
                 "input_ids": self._ids[:, :count],
                 "past_lengths": self._length,
                 "num_logits": np.array(rows, np.int64),
+                **chain_inputs(count),
                 SKIP_LAYERS.name: self._skips,
                 **self._past,
             }

@@ -174,7 +174,7 @@ def _export(decoder: _StaticCacheDecoder, cache: CacheSpec) -> torch.onnx.ONNXPr
         torch.ones((batch, query_len), dtype=torch.int64),
         torch.zeros((batch,), dtype=torch.int32),
         torch.arange(num_logits),
-        *(_example_tree(batch, query_len) if decoder.trees else ()),
+        *(example_tree(batch, query_len) if decoder.trees else ()),
         *past,
     )
     rows = {0: torch.export.Dim("batch", min=1, max=1024)}
@@ -202,7 +202,7 @@ def _export(decoder: _StaticCacheDecoder, cache: CacheSpec) -> torch.onnx.ONNXPr
     )
 
 
-def _example_tree(batch: int, query_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+def example_tree(batch: int, query_len: int) -> tuple[torch.Tensor, torch.Tensor]:
     """With columns in front of the query, or the exporter takes both axes for one."""
     columns = query_len + 2
     return (

@@ -45,15 +45,15 @@ class Law:
         weights = self.sampling.weight(op, logits, self.peak)
         return op.Div(op.Mul(weights, above(op, logits, self.floor)), self.mass)
 
-    def at_row(self, op: Op, row: ir.Value) -> Law:
-        """The law of one row of each sequence, row [batch, 1] int64: rows becomes 1."""
-        peak, floor, mass = (pick_row(op, x, row) for x in (self.peak, self.floor, self.mass))
+    def at_rows(self, op: Op, rows: ir.Value) -> Law:
+        """The law of some rows of each sequence, rows [batch, n] int64."""
+        peak, floor, mass = (pick_rows(op, x, rows) for x in (self.peak, self.floor, self.mass))
         return Law(sampling=self.sampling, peak=peak, floor=floor, mass=mass)
 
 
-def pick_row(op: Op, x: ir.Value, row: ir.Value) -> ir.Value:
-    """x [batch, rows, n] at row [batch, 1] → [batch, 1, n]."""
-    return op.Unsqueeze(op.GatherND(x, row, batch_dims=1), [1])
+def pick_rows(op: Op, x: ir.Value, rows: ir.Value) -> ir.Value:
+    """x [batch, rows, n] at rows [batch, m] → [batch, m, n]."""
+    return op.GatherND(x, op.Unsqueeze(rows, [2]), batch_dims=1)
 
 
 def transformed(

@@ -118,6 +118,8 @@ def _check_contents(manifest: Manifest) -> None:
 def _graph_files(manifest: Manifest) -> list[str]:
     """A plan or an ONNX graph for each of the target, accept and what drafts."""
     graphs = manifest.draft.graphs if manifest.draft else ()
+    if manifest.draft and manifest.limits.max_tree_nodes:
+        graphs = (*graphs, *(manifest.draft.tree_graphs or ()))
     engines = manifest.engines
     if engines is None:
         return [f"onnx/{name}.onnx" for name in ("target", "accept", *graphs)]

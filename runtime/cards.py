@@ -1,8 +1,9 @@
 """What a manifest says of the models in a bundle, and of the drafter, whatever its kind.
 
 Every drafter's card answers the same questions: its `name` and `precision` for people, the `graphs`
-that must be there, the `model` that it has weights of its own in, the `vocab_size` of q where that
-isn't the target's, and the `feature_width` of the target's hidden states that it reads.
+that must be there, the `tree_graphs` besides where the bundle makes trees, the `model` that it has
+weights of its own in, the `vocab_size` of q where that isn't the target's, and the `feature_width`
+of the target's hidden states that it reads.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class _Weightless:
 
     precision: ClassVar[str] = "none"
     graphs: ClassVar[tuple[str, ...]] = ()
+    tree_graphs: ClassVar[tuple[str, ...] | None] = None
     model: ClassVar[ModelCard | None] = None
     vocab_size: ClassVar[int | None] = None
     feature_width: ClassVar[int] = 0
@@ -45,6 +47,7 @@ class _OfModel:
     """What a drafter with weights of its own says of them."""
 
     card: ModelCard
+    tree_graphs: ClassVar[tuple[str, ...] | None] = None  # None: it makes chains only
 
     @property
     def name(self) -> str:
@@ -67,6 +70,7 @@ class ModelDraft(_OfModel):
     card: ModelCard
 
     graphs: ClassVar[tuple[str, ...]] = ("draft",)
+    tree_graphs: ClassVar[tuple[str, ...] | None] = ("branch",)
     feature_width: ClassVar[int] = 0
 
     @property
@@ -81,6 +85,8 @@ class NgramDraft(_Weightless):
     kind: Literal["ngram"] = "ngram"
     min_ngram: int
     max_ngram: int
+
+    tree_graphs: ClassVar[tuple[str, ...] | None] = ()
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_ngram <= self.max_ngram <= MOST_NGRAM:
@@ -127,6 +133,8 @@ class EagleDraft(_OfModel):
     feature_width: int  # of the target's `features`
     state_width: int
 
+    tree_graphs: ClassVar[tuple[str, ...] | None] = ("branch",)
+
     def __post_init__(self) -> None:
         if self.version not in (1, 3):
             raise unfit("draft.version", self.version, "1 or 3")
@@ -155,6 +163,7 @@ class MedusaDraft:
     feature_width: int
 
     graphs: ClassVar[tuple[str, ...]] = ("heads", "tail")
+    tree_graphs: ClassVar[tuple[str, ...] | None] = ("rank",)
     model: ClassVar[ModelCard | None] = None
 
     def __post_init__(self) -> None:
@@ -187,6 +196,7 @@ class NgramPlusDraft:
     other: ModelDraft | EagleDraft | MedusaDraft | RetokenizedDraft
 
     vocab_size: ClassVar[int | None] = None
+    tree_graphs: ClassVar[tuple[str, ...] | None] = None
 
     @property
     def name(self) -> str:

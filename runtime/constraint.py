@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from .matcher import Matcher
 from .sequence import FinishReason
+from .tree import Tree
 
 
 class Constraint:
@@ -54,6 +55,7 @@ class Constraint:
         self._num_drafted = 0
         self._row_is_open = False
         self._end: FinishReason | None = None  # of the open row
+        self._ends: list[FinishReason | None] = []  # of the rows of a tree
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -91,6 +93,58 @@ class Constraint:
         self._read(token)
         self._num_drafted += 1
         return True
+
+    def open_tree(self, tree: Tree, tokens: Sequence[int]) -> set[int]:
+        """Fill the row of every draft of a tree; returns the rows of those that may not stand.
+
+        They, and all behind them, are to be left out of it, and `keep_rows` told. Between this and
+        `settle_tree` the matcher is where it was.
+        """
+        self._ends = [None] * (tree.size + 1)
+        banned: set[int] = set()
+        if self.active:
+            self._open_branch(0, tree.children(), tokens, banned)
+            self._row_is_open = False
+        return banned
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """The drafts of a tree that are left, by the rows that `open_tree` knew them by."""
+        if not self.active:
+            return
+        for new, old in enumerate(rows, start=1):
+            if new != old:
+                self._allowed[0, new] = self._allowed[0, old]
+        self._ends = [self._ends[0], *(self._ends[row] for row in rows)]
+
+    def settle_tree(self, last_row: int, accepted: Sequence[int], next_token: int) -> int:
+        """As `settle`, for the path of a tree that ends in `last_row`."""
+        if not self.active:
+            return len(accepted) + 1
+        for token in accepted:
+            self._read(token)
+        self._num_generated += len(accepted)
+        if self._ends[last_row] is not None:
+            return len(accepted)
+        self._read(next_token)
+        self._num_generated += 1
+        return len(accepted) + 1
+
+    def _open_branch(
+        self, row: int, children: list[list[int]], tokens: Sequence[int], banned: set[int]
+    ) -> None:
+        """Row by row, each behind its ancestors."""
+        end = self._ends[row] = self._fill(self._allowed[0, row])
+        for child in children[row]:
+            token = tokens[child - 1]
+            if end is not None or not self._allowed[0, row, token]:
+                banned.add(child)
+                continue
+            self._read(token)
+            self._num_drafted += 1
+            self._open_branch(child, children, tokens, banned)
+            self._num_drafted -= 1
+            if self._matcher:
+                self._matcher.rollback(1)
 
     def settle(self, num_accepted: int, next_token: int) -> int:
         """Keep the accepted drafts and the recovered or bonus token; returns how many tokens.

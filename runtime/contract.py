@@ -33,10 +33,11 @@ def _spec(name: str, dtype: str, *axes: str | int) -> TensorSpec:
 
 INPUT_IDS = _spec("input_ids", "int64", "batch", "query_len")
 PAST_LENGTHS = _spec("past_lengths", "int32", "batch")  # rows of the cache that are valid
-# Of a target that verifies trees: where each of the call's rows stands in one. Column j of `visible`
-# is cache row past_lengths - (tree_len - query_len) + j; all rows before those are seen. A row at
-# depth d stands at the position of the first column plus d. A chain sees itself and all before it,
-# at depths 0, 1, 2, …
+# Of a target that verifies trees: where each of the call's rows stands in one. Column j of
+# `visible` is cache row past_lengths - (tree_len - query_len) + j; all rows before those are seen.
+# A row at depth d stands at the position of the first column plus d. A chain sees itself and all
+# before it, at depths 0, 1, 2, …
+BRANCH_WIDTH = 8  # tokens that a branch graph ranks behind a row
 MOST_TREE_NODES = 64  # besides the root; sliding windows are built with so much room
 DEPTHS = _spec("depths", "int64", "batch", "tree_len")
 VISIBLE = _spec("visible", "bool", "batch", "query_len", "tree_len")
@@ -80,6 +81,12 @@ DRAFT_ALLOWED_TOKENS = _spec("allowed_tokens", "bool", "batch", 1, "vocab")
 DRAFTED = _spec("drafted_tokens", "int64", "batch", "drafted")  # earlier in this round, target ids
 
 DRAFT_UNIFORMS = _spec("draft_uniforms", "float32", "batch")
+# The tree of a round's k drafts: row 0 is the last committed token, row i + 1 draft i, and no row
+# stands before its parent. Of the drafts behind one row at most one was drawn from a q, the last;
+# the others are certain, and no two are the same token.
+PARENTS = _spec("parents", "int64", "batch", "k")  # the row that each draft follows
+Q_ROWS = _spec("q_rows", "int64", "batch", "k")  # of draft_probs that it was drawn from; −1: none
+ANCESTORS = _spec("visible", "bool", "batch", "k_plus_1", "k_plus_1")
 ACCEPT_UNIFORMS = _spec("accept_uniforms", "float32", "batch", "k")
 DRAW_UNIFORMS = _spec("draw_uniforms", "float32", "batch", "k_plus_1")
 
@@ -93,14 +100,20 @@ STATES = _spec("states", "float32", "batch", "query_len", "state_width")
 NEXT_STATE = _spec("next_state", "float32", "batch", 1, "state_width")
 # Of the last row, from every head.
 HEAD_LOGITS = _spec("head_logits", "float32", "batch", "num_heads", "head_vocab")
+RANK_LOGITS = _spec("logits", "float32", "batch", "num_logits", "head_vocab")
 TAIL_LOGITS = _spec("logits", "float32", "batch", 1, "head_vocab")
+# What may follow some rows, the likeliest first, for trees: the draft's own law, no transforms.
+TOP_TOKENS = _spec("top_tokens", "int64", "batch", "num_logits", BRANCH_WIDTH)  # target ids
+TOP_PROBS = _spec("top_probs", "float32", "batch", "num_logits", BRANCH_WIDTH)
+NEXT_STATES = _spec("next_state", "float32", "batch", "num_logits", "state_width")
 # The same, stacked over the k steps of a round, as accept reads them.
 DRAFT_TOKENS = _spec("draft_tokens", "int64", "batch", "k")
-DRAFT_PROBS = _spec("draft_probs", "float32", "batch", "k", "draft_vocab")
+DRAFT_PROBS = _spec("draft_probs", "float32", "batch", "num_q_rows", "draft_vocab")
 VERIFY_LOGITS = _spec("logits", "float32", "batch", "k_plus_1", "vocab")
 
 NUM_ACCEPTED = _spec("num_accepted", "int64", "batch")
 NEXT_TOKEN = _spec("next_token", "int64", "batch")  # recovered or bonus
+LAST_ROW = _spec("last_row", "int64", "batch")  # of the last accepted draft; 0: the root
 NEW_LENGTHS = _spec("new_lengths", "int32", "batch")  # past_lengths + num_accepted + 1
 
 
@@ -173,6 +186,28 @@ def draft_graph(cache: CacheSpec) -> GraphSpec:
     )
 
 
+def branch_graph(cache: CacheSpec) -> GraphSpec:
+    """The draft over rows of a tree, or a chain that it has not seen: what may follow the last
+    `num_logits` of them."""
+    return GraphSpec(
+        inputs=(INPUT_IDS, PAST_LENGTHS, NUM_LOGITS, DEPTHS, VISIBLE, *cache.past()),
+        outputs=(TOP_TOKENS, TOP_PROBS, *cache.present()),
+    )
+
+
+def eagle_branch_graph(cache: CacheSpec) -> GraphSpec:
+    """The same of an EAGLE head, whose rows are pairs of a token and the state before it."""
+    return GraphSpec(
+        inputs=(INPUT_IDS, STATES, PAST_LENGTHS, NUM_LOGITS, DEPTHS, VISIBLE, *cache.past()),
+        outputs=(TOP_TOKENS, TOP_PROBS, NEXT_STATES, *cache.present()),
+    )
+
+
+def rank_graph() -> GraphSpec:
+    """Logits of some rows, or of Medusa's heads → what each ranks first."""
+    return GraphSpec(inputs=(RANK_LOGITS,), outputs=(TOP_TOKENS, TOP_PROBS))
+
+
 def fuse_graph() -> GraphSpec:
     """The target's features of a row → the state that an EAGLE-3 head starts from."""
     return GraphSpec(inputs=(FEATURES,), outputs=(STATES,))
@@ -198,12 +233,16 @@ def tail_graph() -> GraphSpec:
 
 
 def accept_graph() -> GraphSpec:
-    """Acceptance and the recovered or bonus draw; k = 0 is a plain sampling step."""
+    """Acceptance and the recovered or bonus draw over a tree of k drafts, or a chain of them; k = 0
+    is a plain sampling step."""
     return GraphSpec(
         inputs=(
             VERIFY_LOGITS,
             DRAFT_TOKENS,
             DRAFT_PROBS,
+            PARENTS,
+            Q_ROWS,
+            ANCESTORS,
             ACCEPT_UNIFORMS,
             DRAW_UNIFORMS,
             PAST_LENGTHS,
@@ -211,7 +250,7 @@ def accept_graph() -> GraphSpec:
             *ADJUSTING,
             ALLOWED_TOKENS,
         ),
-        outputs=(NUM_ACCEPTED, NEXT_TOKEN, NEW_LENGTHS),
+        outputs=(NUM_ACCEPTED, NEXT_TOKEN, LAST_ROW, NEW_LENGTHS),
     )
 
 

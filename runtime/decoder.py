@@ -16,7 +16,7 @@ from .generation import Chunk, Generation
 from .grammar_compiler import GrammarCompiler
 from .latency import LatencyProfile
 from .outcome import Outcome
-from .planner import AdaptiveDraftLength, FixedDraftLength, Planner
+from .planner import AdaptiveDraftLength, FixedDraftLength, FixedTree, Planner
 from .request import Prompt, Request
 from .round import Rounds
 from .sampling import SamplingParams
@@ -24,6 +24,7 @@ from .sequence import FinishReason
 from .stats import Stats
 from .stops import Ends
 from .text import Text
+from .tree_shape import TreeShape
 
 if TYPE_CHECKING:
     from .bundle import Bundle
@@ -98,13 +99,15 @@ class Decoder:
         params: SamplingParams | None = None,
         *,
         num_draft_tokens: int | None = None,
+        tree: TreeShape | None = None,
     ) -> Iterator[Chunk]:
         """Yield a chunk per round. The request is checked at once, decoded as it is consumed.
 
         num_draft_tokens: 0 is plain decoding, None chooses each round by the bundle's latency
-        profile and the acceptance seen. Raises InvalidRequest and LimitExceeded.
+        profile and the acceptance seen. tree: drafts to verify at once, in place of a chain: a
+        StaticTree or a DynamicTree. Raises InvalidRequest and LimitExceeded.
         """
-        return self._run(self._admit(prompt, params, num_draft_tokens))
+        return self._run(self._admit(prompt, params, num_draft_tokens, tree))
 
     def generate(
         self,
@@ -112,9 +115,10 @@ class Decoder:
         params: SamplingParams | None = None,
         *,
         num_draft_tokens: int | None = None,
+        tree: TreeShape | None = None,
     ) -> Result:
         """The whole answer at once; arguments and errors as in `stream`."""
-        request = self._admit(prompt, params, num_draft_tokens)
+        request = self._admit(prompt, params, num_draft_tokens, tree)
         chunks = list(self._run(request))
         reason, stats = chunks[-1].finish_reason, self.stats
         if reason is None or stats is None:
@@ -171,11 +175,13 @@ class Decoder:
     def _generation(self, request: Request, rounds: Rounds) -> Generation:
         manifest = self._manifest
         ends = Ends.of(request.params, manifest.eos_token_ids, manifest.limits.max_context)
-        planner = self._planner(request.num_draft_tokens, rounds)
+        planner = self._planner(request, rounds)
         return Generation(request, rounds, planner, ends, self._text, self.on_round)
 
-    def _planner(self, num_draft_tokens: int | None, rounds: Rounds) -> Planner:
-        most = self._manifest.limits.max_draft_tokens
+    def _planner(self, request: Request, rounds: Rounds) -> Planner:
+        most, num_draft_tokens = self._manifest.limits.max_draft_tokens, request.num_draft_tokens
+        if request.tree is not None:
+            return FixedTree(request.tree)
         if num_draft_tokens is not None:
             return FixedDraftLength(num_draft_tokens)
         if self._profile is None or rounds.drafter is None:
@@ -189,7 +195,11 @@ class Decoder:
         return self._rounds
 
     def _admit(
-        self, prompt: Prompt, params: SamplingParams | None, num_draft_tokens: int | None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        num_draft_tokens: int | None,
+        tree: TreeShape | None = None,
     ) -> Request:
         self._open_rounds()
         return Request.admit(
@@ -199,4 +209,5 @@ class Decoder:
             self._manifest,
             self._text,
             self._compiler,
+            tree,
         )

@@ -30,11 +30,11 @@ class DraftModel:
     def __init__(self, executor: Executor, cache: CacheSpec, buffers: RoundBuffers) -> None:
         self._executor = executor
         self._buffers = buffers
-        self._window = DraftWindow(buffers.draft_lengths, cache.max_context)
+        self.window = DraftWindow(buffers.draft_lengths, cache.max_context)
         self.caches = cache_buffers(cache.past(), cache.shape(1))
         names = zip(cache.past(), cache.present(), strict=True)
-        self._present = {present.name: self.caches[past.name] for past, present in names}
-        self._chunk = np.zeros((1, self._window.size), np.int64)
+        self.present = {present.name: self.caches[past.name] for past, present in names}
+        self._chunk = np.zeros((1, self.window.size), np.int64)
         self._unused_token = np.zeros((1, 1), np.int64)
         self._unused_probs = np.zeros((1, 1, buffers.draft_probs.shape[2]), np.float32)
         self._catch_up_calls: dict[int, Call] = {}
@@ -45,29 +45,29 @@ class DraftModel:
 
     @property
     def length(self) -> int:
-        return self._window.end
+        return self.window.end
 
     def acceptance(self, measured: float | None) -> Acceptance:
         prior = PRIOR_ACCEPTANCE if measured is None else measured
         return AcceptanceByPosition(self._buffers.max_draft_tokens, prior)
 
     def offer(self, tokens: Sequence[int], most: int) -> Offer:
-        unread = min(len(tokens) - self.length, self._window.size)
-        return Offer(num_tokens=min(most, self._window.most_drafts), unread=unread)
+        unread = min(len(tokens) - self.length, self.window.size)
+        return Offer(num_tokens=min(most, self.window.most_drafts), unread=unread)
 
     def rollback(self, length: int) -> None:
-        self._window.rollback(length)
+        self.window.rollback(length)
 
     def propose(self, tokens: Sequence[int], k: int, constraint: Constraint) -> Proposal:
         """x_1 … x_k ~ q, behind the committed `tokens`."""
-        self._window.make_room(len(tokens), k)
+        self.window.make_room(len(tokens), k)
         seconds = self._catch_up(tokens[self.length : -2])
         unread = len(tokens) - self.length
         block, drafted = self._buffers.block, 0
         while drafted < k and constraint.open_row(drafted):
             first_of_two = drafted == 0 and unread == 2
             seconds += (self._first_of_two if first_of_two else self._steps[drafted]).run()
-            self._window.rows += 1 if drafted else unread
+            self.window.rows += 1 if drafted else unread
             if not constraint.drafted(int(block[0, 2 + drafted])):
                 break  # the draft's vocabulary has no token that may follow
             drafted += 1
@@ -85,7 +85,7 @@ class DraftModel:
             self._catch_up_calls[count] = call
         self._chunk[0, :count] = tokens
         seconds = call.run()
-        self._window.rows += count
+        self.window.rows += count
         return seconds
 
     def _bind_step(self, step: int, input_ids: NDArray[Any]) -> Call:
@@ -116,5 +116,5 @@ class DraftModel:
             **sampling.shared,
             **self.caches,
         }
-        outputs = {"draft_token": token, "draft_step_probs": probs, **self._present}
+        outputs = {"draft_token": token, "draft_step_probs": probs, **self.present}
         return self._executor.bind(inputs, outputs)

@@ -19,7 +19,7 @@ class DraftWindow:
     """`lengths` [1] int32 is the tensor that the graph reads its valid rows from."""
 
     def __init__(self, lengths: NDArray[Any], max_context: int) -> None:
-        self._lengths = lengths
+        self.lengths = lengths
         self._max_context = max_context
         self.size = min(WINDOW, max_context // 2)
         self.base = 0
@@ -31,11 +31,11 @@ class DraftWindow:
 
     @property
     def rows(self) -> int:
-        return int(self._lengths[0])
+        return int(self.lengths[0])
 
     @rows.setter
     def rows(self, rows: int) -> None:
-        self._lengths[0] = rows
+        self.lengths[0] = rows
 
     @property
     def most_drafts(self) -> int:

@@ -22,6 +22,7 @@ class Proposal:
 
     num_drafted: int
     seconds: float  # that it took
+    drawn: bool = True  # each from its row of draft_probs; else certain
 
 
 #: `Drafter.propose`, or that of one of the ways that a drafter has

@@ -84,7 +84,7 @@ def load_drafter(
         case NgramPlusDraft():
             lookup = load_drafter(card.ngram, open_graph, buffers, target, path)
             other = load_drafter(card.other, open_graph, buffers, target, path)
-            return NgramPlus(lookup, other, buffers)
+            return NgramPlus(lookup, other)
         case RetokenizedDraft():
             return _retokenized(card.card, open_graph, buffers, path)
         case _:

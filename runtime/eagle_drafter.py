@@ -59,13 +59,14 @@ class EagleDrafter:
     ) -> None:
         self._head = head
         self._fuse = fuse
+        self.state_width = state_width
         self._features = features
         self._buffers = buffers
-        self._window = DraftWindow(buffers.draft_lengths, cache.max_context)
-        self._caches = cache_buffers(cache.past(), cache.shape(1))
+        self.window = DraftWindow(buffers.draft_lengths, cache.max_context)
+        self.caches = cache_buffers(cache.past(), cache.shape(1))
         names = zip(cache.past(), cache.present(), strict=True)
-        self._present = {present.name: self._caches[past.name] for past, present in names}
-        size = self._window.size
+        self.present = {present.name: self.caches[past.name] for past, present in names}
+        size = self.window.size
         self._token_ids = np.zeros((1, size), np.int64)
         self._read_features = np.zeros((1, size, features.width), np.float32)
         self._fused = np.zeros((1, size, state_width), np.float32) if fuse else self._read_features
@@ -78,49 +79,58 @@ class EagleDrafter:
     @property
     def length(self) -> int:
         """Pair i - 1 is the last that has token i."""
-        return self._window.end + 1 if self._window.end else 0
+        return self.window.end + 1 if self.window.end else 0
 
     def acceptance(self, measured: float | None) -> Acceptance:
         prior = PRIOR_ACCEPTANCE if measured is None else measured
         return AcceptanceByPosition(self._buffers.max_draft_tokens, prior)
 
     def offer(self, tokens: Sequence[int], most: int) -> Offer:
-        unread = min(len(tokens) - 1 - self._window.end, self._window.size)
+        unread = min(len(tokens) - 1 - self.window.end, self.window.size)
         if unread < 1:  # one token has no pair
             return NO_OFFER
-        return Offer(num_tokens=min(most, self._window.most_drafts), unread=unread)
+        return Offer(num_tokens=min(most, self.window.most_drafts), unread=unread)
 
     def rollback(self, length: int) -> None:
-        self._window.rollback(max(0, length - 1))
+        self.window.rollback(max(0, length - 1))
 
     def propose(self, tokens: Sequence[int], k: int, constraint: Constraint) -> Proposal:
         """x_1 … x_k ~ q, behind the committed `tokens`."""
         pairs = len(tokens) - 1
-        self._window.make_room(pairs, k)
-        block, drafted, seconds, read = self._buffers.block, 0, 0.0, self._window.rows
+        self.window.make_room(pairs, k)
+        block, drafted, seconds, read = self._buffers.block, 0, 0.0, self.window.rows
         while pairs and drafted < k and constraint.open_row(drafted):
             if drafted == 0:
-                seconds += self._read(tokens[self._window.end + 1 :])
-                read = self._window.rows
+                seconds += self._read(tokens[self.window.end + 1 :])
+                read = self.window.rows
             else:
                 seconds += self._steps[drafted - 1].run()
-                self._window.rows += 1
+                self.window.rows += 1
             if not constraint.drafted(int(block[0, 2 + drafted])):
                 break  # the head's vocabulary has no token that may follow
             drafted += 1
-        self._window.rows = read
+        self.window.rows = read
         return Proposal(num_drafted=drafted, seconds=seconds)
+
+    def states(self, start: int, count: int) -> tuple[Array, float]:
+        """The states of the target's rows from `start`, joined, and the seconds: [1, count, H]."""
+        call = self._reading(count)
+        self._features.copy(start, call.features)
+        return self._fused[:, :count], call.fuse.run() if call.fuse else 0.0
+
+    def _reading(self, count: int) -> _Read:
+        if count not in self._reads:
+            self._reads[count] = self._bind_read(count)
+        return self._reads[count]
 
     def _read(self, token_ids: Sequence[int]) -> float:
         """Read the pairs of these tokens, the last ones committed, and draft one token."""
         count = len(token_ids)
-        if count not in self._reads:
-            self._reads[count] = self._bind_read(count)
-        call = self._reads[count]
+        call = self._reading(count)
         call.token_ids[0] = token_ids
-        self._features.copy(self._window.end, call.features)
+        self._features.copy(self.window.end, call.features)
         seconds = call.run()
-        self._window.rows += count
+        self.window.rows += count
         return seconds
 
     def _bind_read(self, pairs: int) -> _Read:
@@ -146,12 +156,12 @@ class EagleDrafter:
             "drafted_tokens": buffers.drafts(step),
             "allowed_tokens": sampling.allowed[:, step : step + 1],
             **sampling.shared,
-            **self._caches,
+            **self.caches,
         }
         outputs: dict[str, Array] = {
             "draft_token": buffers.block[:, step + 2 : step + 3],
             "draft_step_probs": buffers.draft_probs[:, step : step + 1],
             "next_state": self._states[step % 2],
-            **self._present,
+            **self.present,
         }
         return self._head.bind(inputs, outputs)

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from .accept import AcceptStep
+from .branchers import load_brancher
 from .buffers import RoundBuffers
 from .contract import GraphSpec, accept_graph, target_graph
 from .drafters import load_drafter, target_switches
@@ -22,7 +23,10 @@ def load_rounds(path: Path, manifest: Manifest, options: EngineOptions) -> Round
     """Open the graphs below `path`/onnx for one sequence at a time."""
     card, vocab = manifest.target, manifest.target.vocab_size
     sizes = {"vocab": vocab, "draft_vocab": manifest.draft_vocab_size}
-    buffers = RoundBuffers(manifest.limits.max_draft_tokens, vocab, manifest.draft_vocab_size)
+    limits = manifest.limits
+    buffers = RoundBuffers(
+        limits.max_draft_tokens, vocab, manifest.draft_vocab_size, limits.max_tree_nodes
+    )
     width = manifest.feature_width
     fixed = {"vocab": vocab, **({"feature_width": width} if width else {})}
     spec = target_graph(card.cache, target_switches(manifest.draft))
@@ -30,18 +34,21 @@ def load_rounds(path: Path, manifest: Manifest, options: EngineOptions) -> Round
     target = TargetStep(executor, card.cache, buffers, _features(manifest))
     # Accept reads one row but for a few values: a worker would cost more than it does.
     accept = _open(path, "accept", accept_graph(), replace(options, threads=1), sizes)
-    drafter = None
+    drafter = brancher = None
     if manifest.draft:
         open_graph = partial(_open, path, options=options, sizes={**sizes, **fixed})
         drafter = load_drafter(manifest.draft, open_graph, buffers, target, path)
-    return Rounds(buffers, target, drafter, AcceptStep(accept, buffers))
+        if limits.max_tree_nodes:
+            brancher = load_brancher(manifest.draft, drafter, open_graph)
+    return Rounds(buffers, target, drafter, AcceptStep(accept, buffers), brancher)
 
 
 def _features(manifest: Manifest) -> FeatureStore | None:
     """Room for the target's hidden states, where the drafter reads them."""
     if not manifest.feature_width:
         return None
-    most_rows = max(PREFILL_CHUNK, manifest.limits.max_draft_tokens + 1)
+    limits = manifest.limits
+    most_rows = max(PREFILL_CHUNK, limits.max_draft_tokens + 1, limits.max_tree_nodes + 1)
     return FeatureStore(manifest.feature_width, manifest.limits.max_context, most_rows)
 
 

@@ -88,6 +88,7 @@ class Executor:
         self._session = session
         self._spec = spec
         self._where = where
+        self._inputs = {one.name for one in session.get_inputs()}
         self._outputs = {output.name for output in session.get_outputs()}
         #: sizes of the symbolic axes that the graph fixes, such as vocab
         self.axes = check_graph(
@@ -107,17 +108,20 @@ class Executor:
             raise EngineError(f"{path.name}: ONNX Runtime refused the graph: {error}") from error
         return cls(session, spec, path.name)
 
+    def has_input(self, name: str) -> bool:
+        return name in self._inputs
+
     def bind(self, inputs: Buffers, outputs: Buffers) -> Call:
         """Prepare one call; every array must be C-contiguous and fit the contract.
 
+        What is given for an optional input that the graph lacks is left out.
         An optional output without a buffer is left to the engine, which frees it.
         """
         axes: dict[str, int] = {}
         binding = self._session.io_binding()
         given = [spec for spec in self._spec.switches if spec.name in inputs]
-        for spec in (*self._spec.inputs, *given):
-            if spec.optional and spec.name not in inputs:
-                continue
+        wanted = [spec for spec in self._spec.inputs if self.has_input(spec.name)]
+        for spec in (*wanted, *given):
             array = self._checked(spec, inputs, axes)
             binding.bind_input(
                 spec.name, "cpu", 0, array.dtype, list(array.shape), array.ctypes.data
@@ -172,6 +176,14 @@ def _inputs(
 
 def _signature(arguments: Sequence[Any]) -> dict[str, tuple[str, Sequence[object]]]:
     return {a.name: (_NUMPY_NAMES.get(a.type, a.type), a.shape) for a in arguments}
+
+
+def stacked_caches(
+    specs: Sequence[TensorSpec], shape: tuple[int, ...]
+) -> tuple[NDArray[Any], dict[str, NDArray[Any]]]:
+    """The same in one array [caches, *shape], of which each is a part: rows move in all at once."""
+    whole = np.zeros((len(specs), *shape), specs[0].dtype)
+    return whole, {spec.name: whole[i] for i, spec in enumerate(specs)}
 
 
 def cache_buffers(specs: Sequence[TensorSpec], shape: tuple[int, ...]) -> dict[str, NDArray[Any]]:

@@ -6,6 +6,7 @@ target's length on are never read. Rollback is the target's smaller length.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,10 @@ class FeatureStore:
         """A call has written its output, for cache rows `start` …; keep what fits the context."""
         end = min(start + rows, len(self._rows))
         self._rows[start:end] = self._output[0, : end - start]
+
+    def keep_rows(self, start: int, rows: Sequence[int]) -> None:
+        """The same for some of the rows of a tree, which follow one another."""
+        self._rows[start : start + len(rows)] = self._output[0, list(rows)]
 
     def copy(self, start: int, into: Array) -> None:
         """Rows `start` … into `into` [1, rows, width]."""

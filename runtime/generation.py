@@ -15,7 +15,7 @@ from .detokenizer import Detokenizer
 from .errors import InvalidRequest
 from .offer import NO_OFFER, Offer
 from .outcome import Outcome
-from .planner import Planner
+from .planner import Choice, Planner
 from .request import Request
 from .round import Rounds
 from .sequence import FinishReason, Sequence
@@ -54,7 +54,8 @@ class Generation:
         self._on_round = on_round
         self.sequence = Sequence(request.prompt)
         self._committer = Committer(self.sequence, ends, Detokenizer(text, request.prompt))
-        self._uniforms = uniform_table(request.seed, ends.max_context + 1)
+        width = request.tree.width if request.tree else 1
+        self._uniforms = uniform_table(request.seed, ends.max_context + 1, width)
         self.stats = Stats(
             seed=request.seed,
             max_draft_tokens=rounds.buffers.max_draft_tokens,
@@ -103,10 +104,16 @@ class Generation:
     def _round(self) -> Outcome:
         offer = self._offer()
         choice = self._planner.choose(offer, self._remaining())
-        propose = choice.offer.propose
-        outcome = self._rounds.run(self.sequence.tokens, choice.k, self._uniforms, propose)
+        outcome = self._run(choice)
         self._planner.observe(choice, outcome)
         return outcome
+
+    def _run(self, choice: Choice) -> Outcome:
+        tokens = self.sequence.tokens
+        if choice.tree is None:
+            return self._rounds.run(tokens, choice.k, self._uniforms, choice.offer.propose)
+        nodes = min(choice.tree.nodes, self._ends.max_context - len(tokens) - 1)
+        return self._rounds.run_tree(tokens, choice.tree, nodes, self._uniforms)
 
     def _constrain(self) -> str:
         """End where no token may follow; a complete grammar is a better reason than a limit."""

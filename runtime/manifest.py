@@ -23,9 +23,10 @@ from .cards import NgramDraft as NgramDraft
 from .cards import NgramPlusDraft as NgramPlusDraft
 from .cards import RetokenizedDraft as RetokenizedDraft
 from .cards import unfit
+from .contract import MOST_TREE_NODES
 from .errors import BundleError
 
-SCHEMA = 3
+SCHEMA = 4
 ENGINE_LIBRARIES = ("tensorrt", "tensorrt-rtx")  # backends whose graphs are plans
 DRAFT_TOKENIZER = "draft_tokenizer.json"  # of a draft that has tokens of its own
 
@@ -37,12 +38,15 @@ class Limits:
     max_batch: int
     max_context: int
     max_draft_tokens: int  # largest k; 0 where the bundle has no draft
+    max_tree_nodes: int = 0  # drafts of the largest tree; 0 where the bundle makes chains only
 
     def __post_init__(self) -> None:
         for name, least in (("max_batch", 1), ("max_context", 2), ("max_draft_tokens", 0)):
             value = getattr(self, name)
             if not least <= value < 2**31:
                 raise unfit(f"limits.{name}", value, f"{least} to 2**31 - 1")
+        if not 0 <= self.max_tree_nodes <= MOST_TREE_NODES:
+            raise unfit("limits.max_tree_nodes", self.max_tree_nodes, f"0 to {MOST_TREE_NODES}")
         if self.max_draft_tokens >= self.max_context:
             received = f"{self.max_draft_tokens} draft tokens in {self.max_context} rows"
             raise unfit("limits", received, "fewer draft tokens than max_context")

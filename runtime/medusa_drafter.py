@@ -43,7 +43,9 @@ class MedusaDrafter:
         self._buffers = buffers
         self._length = 0
         self._state: Array = np.zeros((1, 1, features.width), np.float32)
-        logits: Array = np.zeros((1, num_heads, heads.axes["head_vocab"]), np.float32)
+        #: [1, num_heads, head_vocab]: of the state that was read last
+        self.logits: Array = np.zeros((1, num_heads, heads.axes["head_vocab"]), np.float32)
+        logits = self.logits
         self._heads = heads.bind({"features": self._state}, {"head_logits": logits})
         steps = range(min(num_heads, buffers.max_draft_tokens))
         self._tails = [bind_tail(tail, logits[:, i : i + 1], buffers, i) for i in steps]
@@ -66,14 +68,18 @@ class MedusaDrafter:
         """The states are the target's, whose length says which count."""
         self._length = min(self._length, length)
 
+    def read(self, tokens: Sequence[int]) -> float:
+        """All heads on the target's last state; returns the seconds."""
+        self._length = len(tokens) - 1
+        self._features.copy(len(tokens) - 2, self._state)
+        return self._heads.run()
+
     def propose(self, tokens: Sequence[int], k: int, constraint: Constraint) -> Proposal:
         """x_1 … x_k ~ q, behind the committed `tokens`."""
         wanted = self.offer(tokens, k).num_tokens
         if not wanted or not constraint.open_row(0):
             return Proposal(num_drafted=0, seconds=0.0)
-        self._length = len(tokens) - 1
-        self._features.copy(len(tokens) - 2, self._state)
-        seconds, drafted = self._heads.run(), 0
+        seconds, drafted = self.read(tokens), 0
         while drafted < wanted and constraint.open_row(drafted):
             seconds += self._tails[drafted].run()
             if not constraint.drafted(int(self._buffers.block[0, 2 + drafted])):

@@ -11,23 +11,23 @@ from time import perf_counter
 
 from .acceptance import Acceptance, AcceptanceBySupport
 from .buffers import RoundBuffers
+from .certain import write_certain
 from .constraint import Constraint
 from .drafter import Proposal
 from .ngram_index import Match, NgramIndex
 from .offer import NO_OFFER, Offer
-from .one_hot import OneHotDrafts
 
 
 class NgramDrafter:
     """Proposes from an index of the committed tokens."""
 
     def __init__(self, index: NgramIndex, buffers: RoundBuffers) -> None:
-        self._index = index
-        self._drafts = OneHotDrafts(buffers)
+        self.index = index
+        self._buffers = buffers
 
     @property
     def length(self) -> int:
-        return self._index.length
+        return self.index.length
 
     def acceptance(self, measured: float | None) -> Acceptance:
         return AcceptanceBySupport()
@@ -49,12 +49,12 @@ class NgramDrafter:
 
     def propose(self, tokens: Sequence[int], k: int, constraint: Constraint) -> Proposal:
         start = perf_counter()
-        count = self._drafts.write(self.offer(tokens, k).tokens, constraint)
-        return Proposal(num_drafted=count, seconds=perf_counter() - start)
+        count = write_certain(self.offer(tokens, k).tokens, self._buffers, constraint)
+        return Proposal(num_drafted=count, seconds=perf_counter() - start, drawn=False)
 
     def rollback(self, length: int) -> None:
-        self._index.rollback(length)
+        self.index.rollback(length)
 
     def _find(self, tokens: Sequence[int]) -> Match | None:
-        self._index.extend(tokens[self._index.length :])
-        return self._index.find()
+        self.index.extend(tokens[self.index.length :])
+        return self.index.find()

@@ -62,6 +62,19 @@ class NgramIndex:
                 return self._match(place, size)
         return None
 
+    def places(self, most: int) -> list[int]:
+        """Where the longest ending that is known stood, the latest first: what follows it there."""
+        end = len(self.tokens)
+        for size in reversed(self._sizes):
+            place = self._last.get(self._ngram(end, size), NOWHERE) if size <= end else NOWHERE
+            found: list[int] = []
+            while place != NOWHERE and len(found) < most:
+                found.append(place)
+                place = self._before[place][size - self._sizes[0]]
+            if found:
+                return found
+        return []
+
     def _match(self, end: int, size: int) -> Match:
         earlier = self._before[end][size - self._sizes[0]]
         disputed = earlier != NOWHERE and self.tokens[earlier] != self.tokens[end]

@@ -3,9 +3,6 @@
 Each keeps what it holds and its own q, one-hot or dense, so a round is exact whichever drafted it.
 The other one's cache falls behind while lookups commit; it catches up when it is next asked, and
 its offer says how much it has to read.
-
-Invariant: neither finds a row of `draft_probs` that the other one has written: who is certain sets
-single cells and takes the rest for zero.
 """
 
 from __future__ import annotations
@@ -14,20 +11,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from .acceptance import PRIOR_ACCEPTANCE, Acceptance, AcceptanceOfEither, prior_of_support
-from .buffers import RoundBuffers
 from .constraint import Constraint
 from .drafter import Drafter, Proposal
 from .offer import Offer
 
 
 class NgramPlus:
-    """Two drafters over one set of buffers."""
+    """Two drafters, of which a round asks one."""
 
-    def __init__(self, lookup: Drafter, other: Drafter, buffers: RoundBuffers) -> None:
+    def __init__(self, lookup: Drafter, other: Drafter) -> None:
         self._lookup = lookup
         self._other = other
-        self._buffers = buffers
-        self._last = other  # whose rows of q are there
 
     @property
     def length(self) -> int:
@@ -41,8 +35,8 @@ class NgramPlus:
 
     def offer(self, tokens: Sequence[int], most: int) -> Offer:
         """Both, that of a sure lookup first; of an unsure one the other's."""
-        drafted = replace(self._other.offer(tokens, most), propose=self._draft)
-        found = replace(self._lookup.offer(tokens, most), propose=self._look_up)
+        drafted = replace(self._other.offer(tokens, most), propose=self._other.propose)
+        found = replace(self._lookup.offer(tokens, most), propose=self._lookup.propose)
         if not found.num_tokens:
             return drafted
         if is_sure(found) or not drafted.num_tokens:
@@ -51,24 +45,12 @@ class NgramPlus:
 
     def propose(self, tokens: Sequence[int], k: int, constraint: Constraint) -> Proposal:
         """By the first offer, where nobody weighed them."""
-        propose = self.offer(tokens, k).propose or self._draft
+        propose = self.offer(tokens, k).propose or self._other.propose
         return propose(tokens, k, constraint)
 
     def rollback(self, length: int) -> None:
         self._lookup.rollback(length)
         self._other.rollback(length)
-
-    def _look_up(self, tokens: Sequence[int], k: int, constraint: Constraint) -> Proposal:
-        return self._turn(self._lookup).propose(tokens, k, constraint)
-
-    def _draft(self, tokens: Sequence[int], k: int, constraint: Constraint) -> Proposal:
-        return self._turn(self._other).propose(tokens, k, constraint)
-
-    def _turn(self, part: Drafter) -> Drafter:
-        if part is not self._last:
-            self._buffers.draft_probs.fill(0)
-            self._last = part
-        return part
 
 
 def is_sure(found: Offer) -> bool:

@@ -15,6 +15,7 @@ from .acceptance import Acceptance
 from .latency import LatencyProfile
 from .offer import Offer
 from .outcome import Outcome
+from .tree_shape import TreeShape
 
 PROBE_BUDGET = 0.01  # share of the modelled time that trying a draft again may lose
 UNKNOWN_HORIZON = 256  # tokens still to come, where max_tokens doesn't say
@@ -28,6 +29,7 @@ class Choice:
     k: int
     passed: tuple[Offer, ...] = ()
     probing: bool = False  # drafted only to learn
+    tree: TreeShape | None = None  # instead of k drafts in a chain
 
 
 class Planner(Protocol):
@@ -51,6 +53,20 @@ class FixedDraftLength:
 
     def choose(self, offer: Offer, remaining: int | None) -> Choice:
         return Choice(offer=offer, k=min(self.longest, offer.num_tokens), passed=offer.instead)
+
+    def observe(self, choice: Choice, outcome: Outcome) -> None:
+        return
+
+
+class FixedTree:
+    """Always a tree of one shape, as far as the drafter has something to say."""
+
+    def __init__(self, shape: TreeShape) -> None:
+        self._shape = shape
+        self.longest = 0  # of a chain: none is offered
+
+    def choose(self, offer: Offer, remaining: int | None) -> Choice:
+        return Choice(offer=offer, k=0, tree=self._shape)
 
     def observe(self, choice: Choice, outcome: Outcome) -> None:
         return

@@ -13,6 +13,7 @@ from .manifest import Manifest
 from .matcher import Matcher
 from .sampling import SamplingParams
 from .text import Text
+from .tree_shape import TreeShape
 
 #: plain text, token ids, or chat messages for the model's own template
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
@@ -26,6 +27,7 @@ class Request:
     params: SamplingParams
     seed: int
     num_draft_tokens: int | None
+    tree: TreeShape | None = None  # drafted each round, in place of a chain
     matcher: Matcher | None = None  # of params.grammar, for this request alone
 
     @classmethod
@@ -37,9 +39,11 @@ class Request:
         manifest: Manifest,
         text: Text,
         compiler: GrammarCompiler,
+        tree: TreeShape | None = None,
     ) -> Request:
         """Raises InvalidRequest or LimitExceeded, naming the field and how to mend it."""
         _check_draft_tokens(num_draft_tokens, manifest)
+        _check_tree(tree, num_draft_tokens, manifest)
         tokens = _tokens(prompt, text)
         _check_tokens(tokens, manifest)
         _check_ids("logit_bias", params.logit_bias, manifest)
@@ -49,6 +53,7 @@ class Request:
             params=params,
             seed=secrets.randbits(64) if params.seed is None else params.seed,
             num_draft_tokens=num_draft_tokens,
+            tree=tree,
             matcher=None if params.grammar is None else compiler.compile(params.grammar),
         )
 
@@ -94,6 +99,26 @@ def _check_ids(field: str, ids: Iterable[int], manifest: Manifest) -> None:
             f"{field}: received token {unknown[0]}. Expected ids from 0 to {vocab - 1}, the "
             "vocabulary of this bundle."
         )
+
+
+def _check_tree(tree: TreeShape | None, k: int | None, manifest: Manifest) -> None:
+    if tree is None:
+        return
+    if k is not None:
+        raise InvalidRequest(
+            f"tree: received {tree} with num_draft_tokens {k}. Expected one of them."
+        )
+    limits = manifest.limits
+    if manifest.draft is None or manifest.draft.tree_graphs is None:
+        drafter = manifest.draft.name if manifest.draft else "none"
+        raise InvalidRequest(
+            f"tree: received {tree}. Expected no tree: this bundle's drafter, {drafter}, makes "
+            "chains only; give num_draft_tokens."
+        )
+    if tree.nodes > limits.max_tree_nodes:
+        raise LimitExceeded("tree nodes", tree.nodes, limits.max_tree_nodes, "--max-tree-nodes")
+    if tree.depth > limits.max_draft_tokens:
+        raise LimitExceeded("levels of a tree", tree.depth, limits.max_draft_tokens, "-k")
 
 
 def _check_draft_tokens(k: int | None, manifest: Manifest) -> None:

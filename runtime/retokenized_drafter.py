@@ -16,13 +16,13 @@ from time import perf_counter
 
 from .acceptance import PRIOR_ACCEPTANCE, Acceptance, AcceptanceByPosition
 from .buffers import RoundBuffers
+from .certain import write_certain
 from .constraint import Constraint
 from .detokenizer import Detokenizer
 from .draft_model import DraftModel
 from .draft_text import DraftText
 from .drafter import Proposal
 from .offer import NO_OFFER, Offer
-from .one_hot import OneHotDrafts
 from .retokenizer import Retokenizer, Tail
 from .tokenizer import Tokenizer
 
@@ -47,7 +47,7 @@ class RetokenizedDrafter:
         self._text = DraftText(target, draft)
         self._retokenizer = Retokenizer(target)
         self._most = buffers.max_draft_tokens
-        self._drafts = OneHotDrafts(buffers)
+        self._buffers = buffers
         self._ids: list[int] = []  # the draft's tokens, its drafts included
 
     @property
@@ -68,8 +68,8 @@ class RetokenizedDrafter:
 
     def propose(self, tokens: Sequence[int], k: int, constraint: Constraint) -> Proposal:
         start = perf_counter()
-        count = self._drafts.write(self._drafted(tokens, k), constraint)
-        return Proposal(num_drafted=count, seconds=perf_counter() - start)
+        count = write_certain(self._drafted(tokens, k), self._buffers, constraint)
+        return Proposal(num_drafted=count, seconds=perf_counter() - start, drawn=False)
 
     def rollback(self, length: int) -> None:
         self._text.rollback(length)

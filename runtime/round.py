@@ -20,6 +20,7 @@ from .matcher import Matcher
 from .outcome import Outcome
 from .sampling import SamplingParams
 from .target import PREFILL_CHUNK, TargetStep
+from .tree_shape import Brancher, DraftTree, TreeShape
 
 NOTHING = Proposal(num_drafted=0, seconds=0.0)
 
@@ -33,11 +34,13 @@ class Rounds:
         target: TargetStep,
         drafter: Drafter | None,
         accept: AcceptStep,
+        brancher: Brancher | None = None,
     ) -> None:
         self.buffers = buffers
         self.target = target
         self.drafter = drafter
         self.accept = accept
+        self.brancher = brancher  # the drafter's way to make trees, where it has one
         self.constraint = Constraint(buffers.sampling.allowed)
         self._prompt_length = 0
         self._prefilled: list[int] = []  # tokens of the rows that prefill wrote, for reuse
@@ -72,9 +75,67 @@ class Rounds:
         proposal = NOTHING
         if self.drafter and k:
             proposal = (propose or self.drafter.propose)(tokens, k, self.constraint)
+            mark = self.buffers.set_drawn if proposal.drawn else self.buffers.set_certain
+            mark(proposal.num_drafted)
         self.constraint.open_row(proposal.num_drafted)
         verify_s = self.target.verify(proposal.num_drafted + 1)
         return self._accepted(proposal.num_drafted, proposal.seconds, verify_s)
+
+    def run_tree(
+        self, tokens: list[int], shape: TreeShape, nodes: int, uniforms: NDArray[Any]
+    ) -> Outcome:
+        """The same with a tree of up to `nodes` drafts; a plain round where nothing is drafted."""
+        self.buffers.set_last(tokens)
+        draft, draft_s = self._grown(tokens, shape, nodes)
+        draft = self._allowed(draft)
+        tree, b = draft.tree, self.buffers
+        b.block[0, 2 : 2 + tree.size] = draft.tokens
+        b.set_certain(tree.size)
+        b.set_tree(tree, uniforms, len(tokens))
+        verify_s = self.target.verify_tree(tree.size + 1)
+        accept_s = self.accept.decide_tree(tree.size)
+        row, token = int(b.last_row[0]), int(b.next_token[0])
+        path = tree.path(row)
+        compact_s = self.target.keep_path(path)
+        accepted = [draft.tokens[at - 1] for at in path]
+        kept = self.constraint.settle_tree(row, accepted, token)
+        b.target_lengths[0] = b.new_lengths[0]
+        if self.drafter:
+            self.drafter.rollback(int(b.new_lengths[0]))
+        return Outcome(
+            num_drafted=tree.depth,
+            num_accepted=len(path),
+            tokens=(*accepted, token)[:kept],
+            draft_s=draft_s,
+            verify_s=verify_s,
+            accept_s=accept_s,
+            num_nodes=tree.size,
+            ranks=tuple(tree.ranks[at - 1] for at in path),
+            compact_s=compact_s,
+        )
+
+    def _grown(self, tokens: list[int], shape: TreeShape, nodes: int) -> tuple[DraftTree, float]:
+        """At most `nodes` drafts behind the committed tokens, and the seconds that they took."""
+        brancher = self.brancher
+        if brancher is None or nodes < 1:
+            return DraftTree.empty(), 0.0
+        first = brancher.start(tokens, shape.nodes)
+        if first is None:
+            return DraftTree.empty(), 0.0
+        try:
+            draft, seconds = shape.grown(brancher, first, nodes)
+        finally:
+            brancher.stop()
+        return draft, first.seconds + seconds
+
+    def _allowed(self, draft: DraftTree) -> DraftTree:
+        """Without the drafts that grammar, bans or minimum length rule out."""
+        banned = self.constraint.open_tree(draft.tree, draft.tokens)
+        if not banned:
+            return draft
+        _, rows = draft.tree.without(banned)
+        self.constraint.keep_rows(rows)
+        return draft.only(rows)
 
     def prefill(self, tokens: list[int], uniforms: NDArray[Any]) -> Outcome:
         """Read a prompt in chunks and draw its first token from the last row."""

@@ -31,10 +31,11 @@ class Stats:
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
     ttft_s: float = 0.0
-    decode_s: float = 0.0  # draft_s + verify_s + accept_s + overhead_s
+    decode_s: float = 0.0  # draft_s + verify_s + accept_s + compact_s + overhead_s
     draft_s: float = 0.0
     verify_s: float = 0.0
     accept_s: float = 0.0
+    compact_s: float = 0.0  # of trees, to move the accepted path's rows into place
     target_rows: int = 0
     draft_rows: int = 0
     finish_reason: str | None = None
@@ -61,15 +62,17 @@ class Stats:
         self.draft_s += outcome.draft_s
         self.verify_s += outcome.verify_s
         self.accept_s += outcome.accept_s
+        self.compact_s += outcome.compact_s
         self.itl += [seconds / num_committed] * num_committed
-        self._count(outcome.num_drafted, outcome.num_accepted)
+        nodes = outcome.num_drafted if outcome.num_nodes is None else outcome.num_nodes
+        self._count(outcome.num_drafted, outcome.num_accepted, nodes)
 
-    def _count(self, drafted: int, accepted: int) -> None:
+    def _count(self, drafted: int, accepted: int, nodes: int) -> None:
         if not drafted:
             self.num_plain_steps += 1
             return
         self.num_spec_steps += 1
-        self.num_draft_tokens += drafted
+        self.num_draft_tokens += nodes
         self.num_accepted_draft_tokens += accepted
         self.acceptance_histogram[accepted] += 1
         for i in range(drafted):
@@ -79,7 +82,7 @@ class Stats:
     @property
     def overhead_s(self) -> float:
         """Decode time outside the engine calls."""
-        return self.decode_s - self.draft_s - self.verify_s - self.accept_s
+        return self.decode_s - self.draft_s - self.verify_s - self.accept_s - self.compact_s
 
     @property
     def acceptance_rate(self) -> float | None:

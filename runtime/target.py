@@ -1,12 +1,14 @@
 """The target's prebound step: prefill, plain decoding and verification through one graph.
 
 Invariant: `length` rows of the cache are valid and belong to committed tokens; rows beyond it are
-never read. Rollback is a smaller length.
+never read. Rollback is a smaller length. After a tree the rows of the accepted path are moved to
+where a chain would have written them; all others are forgotten.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from time import perf_counter
 from types import MappingProxyType
 from typing import Any
 
@@ -14,9 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .buffers import RoundBuffers
-from .contract import SKIP_LAYERS, CacheSpec
-from .executor import Buffers, Call, Executor, cache_buffers
+from .contract import DEPTHS, SKIP_LAYERS, CacheSpec
+from .executor import Buffers, Call, Executor, stacked_caches
 from .features import FeatureStore
+from .tree_buffers import TreeBuffers, chain_inputs
 
 PREFILL_CHUNK = 128  # rows a call: enough to amortise the weights, small enough to cancel soon
 
@@ -34,11 +37,12 @@ class TargetStep:
         self._executor = executor
         self._buffers = buffers
         self.features = features
-        self.caches = cache_buffers(cache.past(), cache.shape(1))
+        self._rows, self.caches = stacked_caches(cache.past(), cache.shape(1))
         names = zip(cache.past(), cache.present(), strict=True)
         self._present = {present.name: self.caches[past.name] for past, present in names}
         self._chunk = np.zeros((1, PREFILL_CHUNK), np.int64)
         self._calls: dict[tuple[int, int], Call] = {}
+        self._trees: dict[int, Call] = {}
         self._verify = [
             self._bind(buffers.query(rows), rows) for rows in range(1, buffers.max_draft_tokens + 2)
         ]
@@ -56,6 +60,36 @@ class TargetStep:
         seconds = self._verify[rows - 1].run()
         self._keep_features(rows)
         return seconds
+
+    @property
+    def verifies_trees(self) -> bool:
+        return self._executor.has_input(DEPTHS.name)
+
+    def verify_tree(self, rows: int) -> float:
+        """Logits of the last committed token and of the tree of drafts behind it in the buffers.
+
+        `keep_path` must follow.
+        """
+        if rows not in self._trees:
+            b = self._buffers
+            self._trees[rows] = self._bind(b.query(rows), rows, tree=b.tree(rows - 1))
+        return self._trees[rows].run()
+
+    def keep_path(self, path: Sequence[int]) -> float:
+        """Of the rows that a tree wrote behind `length`, keep row 0 and these, in their order.
+
+        Returns the seconds it took. Ancestors stand in front of a row, so no row is overwritten
+        before it is read.
+        """
+        start = perf_counter()
+        first = self.length
+        moved = [(first + 1 + i, first + row) for i, row in enumerate(path) if row != i + 1]
+        if moved:
+            to, source = (list(places) for places in zip(*moved, strict=True))
+            self._rows[..., to, :] = self._rows[..., source, :]
+        if self.features is not None:
+            self.features.keep_rows(first, [0, *path])
+        return perf_counter() - start
 
     def prefill(self, tokens: Sequence[int]) -> float:
         """Append `tokens` (at most a chunk) to the cache; logits[0, 0] is the last one's row."""
@@ -87,11 +121,13 @@ class TargetStep:
         num_logits: int,
         lengths: NDArray[Any] | None = None,  # None: target_lengths
         switches: Buffers = MappingProxyType({}),
+        tree: TreeBuffers | None = None,  # None: a chain
     ) -> Call:
         inputs: Buffers = {
             "input_ids": input_ids,
             "past_lengths": self._buffers.target_lengths if lengths is None else lengths,
             "num_logits": np.array(num_logits, np.int64),
+            **(chain_inputs(input_ids.shape[1]) if tree is None else tree.inputs()),
             **switches,
             **self.caches,
         }

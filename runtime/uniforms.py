@@ -15,13 +15,20 @@ from numpy.typing import NDArray
 DRAFT, ACCEPT, DRAW = range(3)  # purposes: sample the draft, accept it, draw recovered or bonus
 
 
-def uniform_table(seed: int, positions: int) -> NDArray[Any]:
+def accept_purpose(rank: int) -> int:
+    """To accept a draft of this rank among its siblings."""
+    return ACCEPT if rank == 0 else DRAW + rank
+
+
+def uniform_table(seed: int, positions: int, width: int = 1) -> NDArray[Any]:
     """[purpose, position] f32 in [0, 1) for one sequence; seed from 0 to 2**64 - 1.
+
+    width: of the widest tree, the number of siblings that may be put to the test at one position.
 
     Uses the raw output of Philox, which NumPy keeps stable, and not a Generator's methods, which
     it doesn't (NEP 19). 24 bits, so that no value rounds to 1.
     """
     # As uint64: NumPy reads a list of large integers through float64.
-    keys = [np.array([seed, purpose], np.uint64) for purpose in (DRAFT, ACCEPT, DRAW)]
+    keys = [np.array([seed, purpose], np.uint64) for purpose in range(DRAW + width)]
     rows = [np.random.Philox(key=key).random_raw(positions) for key in keys]
     return (np.stack(rows) >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)

@@ -22,6 +22,7 @@ import onnxruntime as ort
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from export.accept_graph import accept_model
+from export.certificates.round_graphs import chain
 from export.draft_tail import append_draft_sampling
 from runtime.sampling import SamplingParams
 from runtime.sampling_inputs import SamplingInputs
@@ -151,6 +152,7 @@ def _accept_feed(rng: np.random.Generator, args: argparse.Namespace, case: Case)
         "accept_uniforms": rng.random((b, k), np.float32),
         "draw_uniforms": rng.random((b, k + 1), np.float32),
         "past_lengths": np.full(b, 7, np.int32),
+        **{name: np.repeat(value, b, 0) for name, value in chain(k).items()},
         **_asked(rng, args, case, k + 1),
     }
 

@@ -96,9 +96,11 @@ def keep_traces(monkeypatch: pytest.MonkeyPatch) -> None:
 
     @functools.cache
     def portable(
-        text: str, max_context: int, head_rows: int | None, taps: tuple[int, ...]
+        text: str, max_context: int, head_rows: int | None, taps: tuple[int, ...], trees: bool
     ) -> ir.Model:
-        traced = trace_decoder(configs[text], max_context, head_rows=head_rows, taps=taps)
+        traced = trace_decoder(
+            configs[text], max_context, head_rows=head_rows, taps=taps, trees=trees
+        )
         return make_portable(traced)
 
     def trace(
@@ -107,12 +109,13 @@ def keep_traces(monkeypatch: pytest.MonkeyPatch) -> None:
         *,
         head_rows: int | None = None,
         taps: Sequence[int] = (),
+        trees: bool = False,
     ) -> ir.Model:
         values = config.to_dict()
         values.pop("_name_or_path", None)  # the only value that says where it was read from
         text = json.dumps(values, sort_keys=True, default=str)
         configs[text] = config
-        return portable(text, max_context, head_rows, tuple(taps)).clone()
+        return portable(text, max_context, head_rows, tuple(taps), trees).clone()
 
     configs: dict[str, PretrainedConfig] = {}
     monkeypatch.setattr(graphs, "trace_decoder", trace)

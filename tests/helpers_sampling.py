@@ -13,6 +13,7 @@ import onnxruntime as ort
 from hypothesis import strategies as st
 
 from export.accept_graph import accept_model
+from export.certificates.round_graphs import chain
 from export.draft_tail import append_draft_sampling
 from export.draft_vocabulary import QOver
 from runtime import reference
@@ -21,6 +22,7 @@ from runtime.sampling import SamplingParams
 from runtime.sampling_inputs import SamplingInputs
 
 Feed = dict[str, np.ndarray]
+OUTPUTS = ["num_accepted", "next_token", "new_lengths"]
 BELOW_ONE = np.nextafter(np.float32(1), np.float32(0))
 
 sampling_params = st.builds(
@@ -115,6 +117,11 @@ def tail_session(
     return session(model)
 
 
+def chains(batch: int, rows: int) -> Feed:
+    """The tree inputs of rounds whose drafts follow one another, each drawn from its row of q."""
+    return {name: np.repeat(value, batch, 0) for name, value in chain(rows - 1).items()}
+
+
 def columns(rows: list[SamplingParams]) -> Feed:
     """The contract's sampling inputs, one value a row of the batch."""
     return {
@@ -160,7 +167,8 @@ class Round:
 
     def run(self) -> list[np.ndarray]:
         graph = accept_session(self.vocab, self.draft_vocab, mapped=self.mapped)
-        return graph.run(None, neutral(self._one_each, self.vocab, self._width) | self.feed)
+        given = neutral(self._one_each, self.vocab, self._width)
+        return graph.run(OUTPUTS, given | chains(len(self.feed["logits"]), self._width) | self.feed)
 
     @property
     def _one_each(self) -> list[SamplingParams]:

@@ -18,6 +18,7 @@ from helpers_sampling import (
     accept_session,
     adjusting,
     adjusting_params,
+    chains,
     columns,
     draft_logits,
     neutral,
@@ -85,7 +86,7 @@ def make_round(
         befores.append(before)
     batch = {name: np.stack(values) for name, values in feed.items()}
     batch |= _uniforms(rng, len(rows), k) | columns(rows)
-    batch |= adjusting(rows, befores, vocab, k + 1)
+    batch |= adjusting(rows, befores, vocab, k + 1) | chains(len(rows), k + 1)
     return Round(
         vocab=vocab,
         draft_vocab=draft_vocab,
@@ -296,6 +297,7 @@ def test_greedy_tie_goes_to_the_lowest_id_beside_greedy_and_sampled_rows() -> No
             "past_lengths": np.zeros(len(rows), np.int32),
             **columns(rows),
             **neutral(rows, 1000, 1),
+            **chains(len(rows), 1),
         }
         assert accept_session(1000).run(["next_token"], feed)[0][0] == 200
 
@@ -394,9 +396,10 @@ def _two_tokens(
         "past_lengths": np.zeros(n, np.int32),
         **columns([params] * n),
         **neutral([params] * n, VOCAB, PAIRS_K + 1),
+        **chains(n, PAIRS_K + 1),
     }
     graph = accept_session(VOCAB, DRAFT_VOCAB, mapped=True)
-    accepted, token, _ = graph.run(None, feed)
+    accepted, token = graph.run(["num_accepted", "next_token"], feed)
     first = np.where(accepted > 0, drafted[:, 0], token)
     second = np.where(accepted > 1, drafted[:, 1], token)
     return first, np.where(accepted > 0, second, _next(rng, target, first, params))

@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 import torch
 from helpers_sampling import (
+    OUTPUTS,
     Feed,
     accept_session,
+    chains,
     columns,
     row_of_logits,
     tail_session,
@@ -277,6 +279,7 @@ class Probe:
             "draft_tokens": np.array(self.drafts, np.int64).reshape(1, k),
             "draft_probs": q[None],
             "past_lengths": np.array([11], np.int32),
+            **chains(1, k + 1),
             **columns([self.params]),
             **behind(self.params, known),
         }
@@ -285,7 +288,8 @@ class Probe:
         feed["accept_uniforms"] = against.astype(np.float32)
         feed["draw_uniforms"] = np.repeat(uniforms[:, None], k + 1, 1).astype(np.float32)
         size, mapped = DRAFTERS[self.drafter]
-        accepted, tokens, lengths = accept_session(VOCAB, size, mapped=mapped).run(None, feed)
+        graph = accept_session(VOCAB, size, mapped=mapped)
+        accepted, tokens, lengths = graph.run(OUTPUTS, feed)
         assert (lengths == 12 + accepted).all()
         return accepted, tokens
 
@@ -374,6 +378,7 @@ def test_a_row_behind_drafts_is_that_row_alone_behind_committed_tokens(
             "draft_probs": np.zeros((1, 0, VOCAB), np.float32),
             "accept_uniforms": np.zeros((1, 0), np.float32),
             "past_lengths": np.zeros(1, np.int32),
+            **chains(1, 1),
             **columns([params]),
             **behind(params, (), (*OUTPUT, *DRAFTS[:i])),
         }

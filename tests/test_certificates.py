@@ -20,6 +20,7 @@ from helpers_runtime import VOCAB, near_table, target_table, write_bundle
 from typer.testing import CliRunner
 
 from export import accept_graph, draft_tail, transforms_graph
+from export.adjust_graph import rows_behind_drafts
 from export.certificates import check, contract, frequency, greedy, law
 from export.certificates.frequency import chi_square_limit, fit
 from export.certificates.report import Certificate
@@ -65,23 +66,22 @@ def residual_not_renormalised(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def bonus_from_the_row_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    sound = accept_graph.pick_row
+    sound = accept_graph.pick_rows
 
     def faulty(op: Op, x, row):
         last = op.Sub(op.Shape(x, start=1, end=2), 1)
         before = op.Max(op.Sub(row, 1), 0)
         return sound(op, x, op.Where(op.Equal(row, last), before, row))
 
-    monkeypatch.setattr(accept_graph, "pick_row", faulty)
-    monkeypatch.setattr(transforms_graph, "pick_row", faulty)
+    monkeypatch.setattr(accept_graph, "pick_rows", faulty)
+    monkeypatch.setattr(transforms_graph, "pick_rows", faulty)
 
 
 def penalties_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bugs 4: no row sees the drafts in front of it."""
 
-    def faulty(op: Op, drafted):
-        k = op.Shape(drafted, start=1)
-        return op.Expand(0.0, op.Concat(op.Add(k, 1), k, axis=0))
+    def faulty(op: Op, visible):
+        return op.Mul(rows_behind_drafts(op, visible), 0.0)
 
     monkeypatch.setattr(accept_graph, "rows_behind_drafts", faulty)
 

@@ -34,7 +34,7 @@ from export.certificates import frequency, greedy
 from export.certificates.target_rows import TargetRows
 from runtime import Decoder, SamplingParams
 from runtime.bundle import Bundle
-from runtime.drafter import Drafter
+from runtime.drafter import Drafter, Proposal
 from runtime.engine import load_rounds
 from runtime.executor import EngineOptions
 from runtime.grammar import Grammar
@@ -173,9 +173,17 @@ def proposed(rounds: Rounds, tokens: list[int], k: int) -> tuple[list[int], NDAr
         rounds.target.prefill(tokens[:-1])
     rounds.buffers.set_last(tokens)
     rounds.buffers.set_uniforms(uniform_table(3, CONTEXT), len(tokens), k)
-    count = drafter_of(rounds).propose(tokens, k, rounds.constraint).num_drafted
+    proposal = drafter_of(rounds).propose(tokens, k, rounds.constraint)
     rounds.constraint.rollback(0)
-    return rounds.buffers.drafts(count)[0].tolist(), rounds.buffers.draft_probs[0, :count].copy()
+    return rounds.buffers.drafts(proposal.num_drafted)[0].tolist(), rows_of_q(rounds, proposal)
+
+
+def rows_of_q(rounds: Rounds, proposal: Proposal) -> NDArray[Any]:
+    """What each draft was drawn from; of a certain one its own place."""
+    count, q = proposal.num_drafted, rounds.buffers.draft_probs
+    if proposal.drawn:
+        return q[0, :count].copy()
+    return np.eye(q.shape[2], dtype=np.float32)[rounds.buffers.drafts(count)[0]]
 
 
 def outcomes(decoder: Decoder, params: SamplingParams, k: int | None) -> list[Outcome]:
@@ -263,9 +271,9 @@ def test_q_is_what_was_sampled_from(rounds: Rounds) -> None:
     for i in range(grid):
         drafter_of(rounds).rollback(len(PROMPT) - 1)
         rounds.buffers.draft_uniforms[0] = (i + 0.5) / grid
-        drafter_of(rounds).propose(PROMPT, 1, rounds.constraint)
+        proposal = drafter_of(rounds).propose(PROMPT, 1, rounds.constraint)
         counts[rounds.buffers.block[0, 2]] += 1
-        np.testing.assert_array_equal(rounds.buffers.draft_probs[0, 0], q)
+        np.testing.assert_array_equal(rows_of_q(rounds, proposal)[0], q)
     assert q.sum() == pytest.approx(1, abs=1e-6)
     assert np.abs(counts / grid - q).max() <= 1 / grid
 

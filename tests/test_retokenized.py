@@ -292,9 +292,6 @@ def test_it_drafts_the_greedy_text_of_its_model(rounds: Rounds, text: str, k: in
     found = drafted(rounds, tokens, k)
     assert found == expected(tokens, k)
     assert len(found) == k
-    q = rounds.buffers.draft_probs[0, :k]
-    assert q.argmax(1).tolist() == found
-    assert q.sum() == np.count_nonzero(q) == k
 
 
 @pytest.mark.parametrize("k", [1, 2, 4])
@@ -395,8 +392,9 @@ def test_behind_a_lookup(tmp_path: Path) -> None:
     new, old = ours().encode("xyz the").ids, ours().encode("xyz wv " * 3).ids
     for text in (new, old, new):
         rounds.drafter.rollback(0)
-        count = rounds.drafter.propose(text, MOST, rounds.constraint).num_drafted
-        assert rounds.buffers.draft_probs.sum() == count == MOST
+        found = rounds.drafter.propose(text, MOST, rounds.constraint)
+        assert found.num_drafted == MOST
+        assert not found.drawn
     with Decoder.load(path, threads=1) as decoder:
         tokens = decoder.encode(TEXT)
         result = decoder.generate(tokens, SamplingParams(max_tokens=60), num_draft_tokens=3)

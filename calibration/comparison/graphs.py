@@ -19,6 +19,7 @@ from runtime.contract import CacheSpec, GraphSpec, draft_graph, target_graph
 from runtime.errors import EngineError
 from runtime.executor import EngineOptions, Executor, cache_buffers
 from runtime.reference import draw
+from runtime.tree_buffers import chain_inputs
 
 from .law import law
 from .neutral import neutral_inputs
@@ -55,7 +56,7 @@ class CachedGraph:
         self._past = cache_buffers(cache.past(), cache.shape(1))
         pairs = zip(cache.past(), cache.present(), strict=True)
         self._present = {present.name: self._past[past.name] for past, present in pairs}
-        others = [s for s in spec.inputs if s.name not in self._past]
+        others = [s for s in spec.inputs if s.name not in self._past and not s.optional]
         self._neutral = neutral_inputs(others, {"batch": 1, **sizes})
         self.max_context = cache.max_context
         self.length = 0
@@ -69,6 +70,7 @@ class CachedGraph:
             **self._past,
             "input_ids": np.array([tokens], np.int64),
             "past_lengths": np.array([self.length], np.int32),
+            **chain_inputs(len(tokens)),
             **values,
         }
         self._executor.bind(inputs, {**outputs, **self._present}).run()

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from runtime.bundle import Bundle
 from runtime.contract import CacheSpec, GraphSpec, draft_graph, target_graph
 from runtime.executor import EngineOptions, cache_buffers
+from runtime.tree_buffers import chain_inputs
 
 from ..block_quantization import BlockFormat, QuantizedWeight, dequantize
 from .neutral import neutral_inputs
@@ -95,7 +96,9 @@ class OpenSession:
         past = cache_buffers(cache.past(), cache.shape(1))
         pairs = zip(cache.past(), cache.present(), strict=True)
         self._present = {present.name: past[before.name] for before, present in pairs}
-        others = [s for s in model.spec.inputs if s.name not in past]
+        wanted = {one.name for one in self._session.get_inputs()}
+        others = [s for s in model.spec.inputs if s.name not in past and s.name in wanted]
+        self._tree = [s.name for s in model.spec.inputs if s.optional and s.name in wanted]
         self._inputs = {**neutral_inputs(others, model.sizes), **past}
 
     def run(
@@ -105,6 +108,8 @@ class OpenSession:
         outputs: Mapping[str, Array],
     ) -> None:
         named = {_input_name(name): weight for name, weight in weights.items()}
+        chain = chain_inputs(values["input_ids"].shape[1])
+        named |= {name: chain[name] for name in self._tree}
         binding = self._session.io_binding()
         for name, array in {**self._inputs, **values, **named}.items():
             binding.bind_input(name, "cpu", 0, array.dtype, list(array.shape), array.ctypes.data)

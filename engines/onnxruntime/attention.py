@@ -5,8 +5,8 @@ GroupQueryAttention appends to the same buffer and reads only the rows that are 
 inside where the graph's own could be matched, and stays outside where it could not. Heads of a size
 that the operator doesn't take stay with the standard operators, which compute the same, slower.
 
-Where the query rows are a tree (`visible` among the inputs), what a row may not see is a bias of −∞,
-and RoPE turns by the rows' depths.
+Where the query rows are a tree (`visible` among the inputs), what a row may not see is a bias of
+−∞, and RoPE turns by the rows' depths.
 
 A query of one row runs another kernel than rows together do, and differs by 1e-7: `rows_alike`.
 """
@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from ..matching import attribute, drop_dead, last_dim, producer, replace, slice_of
 from runtime.contract import MOST_TREE_NODES
 
+from ..matching import attribute, drop_dead, last_dim, producer, replace, slice_of
 from ..weights import constant
 from .rotary import Rotary, match_rotary, tabulate
 from .tree_attention import TreeAttention

@@ -101,7 +101,7 @@ class _Before:
 
     def __init__(self, node: ir.Node) -> None:
         assert node.graph is not None
-        self.graph: ir.Graph = node.graph  # type: ignore[assignment]
+        self.graph = node.graph
         self._node = node
 
     def node(self, op_type: str, *inputs: ir.Value, **attributes: int) -> ir.Value:

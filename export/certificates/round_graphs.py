@@ -15,6 +15,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from runtime.sampling_inputs import SamplingInputs
+from runtime.tree import Tree
 
 from ..accept_graph import accept_model
 from ..draft_tail import append_draft_sampling
@@ -101,6 +102,7 @@ class RoundGraphs:
             "logits": self.places.spread(logits, filler=float("-inf"))[None],
             "draft_tokens": np.array([[self.places.ids[x] for x in tokens]], np.int64),
             "draft_probs": q,
+            **chain(world.k),
             "past_lengths": np.zeros(1, np.int32),
             **self.places.inputs(case, world, behind),
         }
@@ -171,6 +173,15 @@ class Accept:
         batch |= {"accept_uniforms": accepts, "draw_uniforms": draws}
         result: list[Array] = self.session.run(["num_accepted", "next_token"], batch)
         return result
+
+
+def chain(k: int) -> Feed:
+    """k drafts one behind the other, each drawn from its row of q."""
+    return {
+        "parents": np.arange(k)[None],
+        "q_rows": np.arange(k)[None],
+        "visible": Tree.chain(k).visible[None],
+    }
 
 
 def draft_tail_model(size: int, d2t: Array | None, vocab: int) -> ir.Model:

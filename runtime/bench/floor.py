@@ -18,6 +18,7 @@ from ..contract import target_graph
 from ..decoder import Decoder
 from ..executor import Call, EngineOptions, Executor, cache_buffers
 from ..sampling import SamplingParams
+from ..tree_buffers import chain_inputs
 
 CONTEXT = 64  # tokens in the cache when a block begins
 BLOCK = 16  # steps a block
@@ -78,6 +79,7 @@ def _bare_call(bundle: Bundle, context: int, options: EngineOptions) -> Call:
         "input_ids": np.ones((1, 1), np.int64),
         "past_lengths": np.array([context], np.int32),
         "num_logits": np.array(1, np.int64),
+        **chain_inputs(1),
         **past,
     }
     logits = np.zeros((1, 1, target.vocab_size), np.float32)
