@@ -130,8 +130,6 @@ def _plan(request: BuildRequest) -> _Plan:
     if engines and engines.draft_backend != "onnxruntime":
         asked = replace(asked, precision=None)  # it is an engine's, and checked as one
     draft = open_drafter(asked, target, context=context, target_precision=chosen)
-    if engines:
-        refuse_draft(draft, engines)
     refuse_unsupported(target.config, context)
     refuse_unproven(target.config, target.eager_bytes(), gates.available_bytes())
     if request.gate is not None and not isinstance(draft, ModelDraftPlan):
@@ -142,7 +140,7 @@ def _plan(request: BuildRequest) -> _Plan:
     k = check_draft_tokens(request.max_draft_tokens, draft.context) if draft else 0
     if draft and draft.most_drafts is not None:
         k = min(k, draft.most_drafts)
-    return _Plan(
+    plan = _Plan(
         target=target,
         draft=draft,
         precision=chosen,
@@ -154,6 +152,9 @@ def _plan(request: BuildRequest) -> _Plan:
             max_tree_nodes=check_tree_nodes(request.max_tree_nodes, draft, context),
         ),
     )
+    if engines:
+        refuse_draft(draft, plan.limits, engines)
+    return plan
 
 
 def engine_build(request: BuildRequest) -> EngineBuild | None:

@@ -63,8 +63,13 @@ class WrittenEngines:
     gates: Callable[[list[int]], tuple[Gate, ...]]
 
 
-def refuse_draft(draft: DraftPlan | None, asked: EngineBuild) -> None:
+def refuse_draft(draft: DraftPlan | None, limits: Limits, asked: EngineBuild) -> None:
     """Raises BuildError for a drafter that engines can't carry yet."""
+    if limits.max_tree_nodes:
+        raise BuildError(
+            f"--max-tree-nodes: received {limits.max_tree_nodes} with --backend {asked.backend}. "
+            "Expected 0: engines verify chains so far; trees need --backend onnxruntime."
+        )
     if draft is None or isinstance(draft, NgramDraftPlan | ModelDraftPlan):
         return
     if asked.draft_backend == "onnxruntime" and not draft.taps and draft.most_drafts is None:
@@ -131,7 +136,7 @@ class _Builder:
             return self._model_draft(draft, target_vocab)
         self._onnx.mkdir()
         store = WeightStore(directory=self._onnx)
-        written = draft.write(self._onnx, store, target_vocab=target_vocab)
+        written = draft.write(self._onnx, store, target_vocab=target_vocab, trees=False)
         if not any(self._onnx.iterdir()):
             self._onnx.rmdir()
         return written, written.gates

@@ -18,6 +18,7 @@ from engines.external_data import WeightStore, save
 from engines.tensorrt.lowering import lower, lower_exactly
 from runtime.contract import CacheSpec, GraphSpec, draft_graph, target_graph
 from runtime.engine_contract import engine_spec
+from runtime.errors import BuildError
 from runtime.executor import EngineOptions, Executor, cache_buffers
 from runtime.manifest import Gate
 from runtime.sampling import SamplingParams
@@ -99,12 +100,26 @@ def _written(
         finish(exact)
         exact_path = save(exact, f"{name}.exact", WeightStore(directory=scratch))
     lower(model, precision.dtype, precision.weights)
+    _check_quantized(name, model, precision)
     finish(model)
     path = save(model, name, WeightStore(directory=scratch))
     cache = replace(cache_spec(checkpoint.config, max_context), dtype=precision.cache_dtype)
     return EngineGraph(
         cache=cache, vocab_size=vocab_size, rounded=rounded, path=path, exact=exact_path
     )
+
+
+def _check_quantized(name: str, model: ir.Model, precision: EnginePrecision) -> None:
+    """Layers whose rows are no whole blocks keep their type; where that is all, it was a mistake.
+
+    Raises BuildError.
+    """
+    quantized = any(key.endswith(".codes") for key in model.graph.initializers)
+    if precision.weights is not None and not quantized:
+        raise BuildError(
+            f"--precision {precision.name}: received {name} in which no layer's input is a "
+            f"multiple of {precision.weights.block}. Expected some; choose smaller blocks, or int8."
+        )
 
 
 class EngineGateGraph(GateGraph):

@@ -24,6 +24,8 @@ from .executor import Buffers
 from .outcome import Outcome
 from .sampling import SamplingParams
 from .sampling_inputs import LEAST_TOP_P
+from .tree import Tree
+from .tree_buffers import TreeBuffers, chain_inputs
 from .uniforms import ACCEPT, DRAFT, DRAW
 
 Array = NDArray[Any]
@@ -85,6 +87,7 @@ class RoundProgram:
         self.shape = shape
         self.arena = _arena(shape.drafts, allocate)
         self._engines = engines
+        self._chain = TreeBuffers.of(Tree.chain(shape.drafts))
         self._tables = _neutral_tables(vocab, shape.drafts + 1)
         self._logits = np.zeros((1, shape.drafts + 1, vocab), np.float32)
         self._q = np.zeros((1, shape.drafts, draft_vocab), np.float32)
@@ -118,6 +121,7 @@ class RoundProgram:
             "input_ids": self.arena["block"][:, 1 : 1 + rows],
             "past_lengths": self.arena["target_lengths"],
             "num_logits": np.array(rows, np.int64),
+            **chain_inputs(rows),
             **self._engines.target_caches,
         }
         outputs = {"logits": self._logits, **_present(self._engines.target_caches)}
@@ -129,13 +133,16 @@ class RoundProgram:
             "logits": self._logits,
             "draft_tokens": a["block"][:, 2:],
             "draft_probs": self._q,
+            "parents": self._chain.parents,
+            "q_rows": np.arange(self.shape.drafts)[None],
+            "visible": self._chain.visible,
             "accept_uniforms": a["accept_uniforms"],
             "draw_uniforms": a["draw_uniforms"],
             "past_lengths": a["target_lengths"],
             "allowed_tokens": self._tables["allowed_tokens"],
             **self._sampling(),
         }
-        names = ("num_accepted", "next_token", "new_lengths")
+        names = ("num_accepted", "next_token", "last_row", "new_lengths")
         return self._engines.accept.bind(inputs, {name: a[name] for name in names})
 
     def _sampling(self) -> dict[str, Array]:
@@ -165,6 +172,7 @@ def _arena(k: int, allocate: Allocate) -> Arena:
         round=(
             Field(name="num_accepted", shape=(1,), dtype=i64),
             Field(name="next_token", shape=(1,), dtype=i64),
+            Field(name="last_row", shape=(1,), dtype=i64),
             Field(name="new_lengths", shape=(1,), dtype=i32),
         ),
         allocate=allocate,

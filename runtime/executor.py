@@ -182,10 +182,15 @@ def stacked_caches(
     specs: Sequence[TensorSpec], shape: tuple[int, ...]
 ) -> tuple[NDArray[Any], dict[str, NDArray[Any]]]:
     """The same in one array [caches, *shape], of which each is a part: rows move in all at once."""
-    whole = np.zeros((len(specs), *shape), specs[0].dtype)
+    whole = np.zeros((len(specs), *shape), _carrier(specs[0].dtype))
     return whole, {spec.name: whole[i] for i, spec in enumerate(specs)}
 
 
 def cache_buffers(specs: Sequence[TensorSpec], shape: tuple[int, ...]) -> dict[str, NDArray[Any]]:
     """Zeroed cache arrays by name; bind them as past and as present to update them in place."""
-    return {spec.name: np.zeros(shape, spec.dtype) for spec in specs}
+    return {spec.name: np.zeros(shape, _carrier(spec.dtype)) for spec in specs}
+
+
+def _carrier(dtype: str) -> str:
+    """numpy has no bfloat16: its bits are carried as uint16, which nobody here computes with."""
+    return "uint16" if dtype == "bfloat16" else dtype

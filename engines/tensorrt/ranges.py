@@ -120,7 +120,7 @@ def _decoder(name: str, limits: Limits, query: Range, logits: Range) -> Profile:
 
 def _accept(name: str, limits: Limits, k: Range) -> Profile:
     rows = Range(least=k.least + 1, usual=k.usual + 1, most=k.most + 1)
-    ranges = {"batch": _batch(limits), "k": k, "k_plus_1": rows, "tree_len": rows, "q_rows": k}
+    ranges = {"batch": _batch(limits), "k": k, "k_plus_1": rows, "num_q_rows": k}
     return Profile(name=name, ranges=ranges)
 
 

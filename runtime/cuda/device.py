@@ -31,6 +31,7 @@ SPARE_BYTES = (
 class Enqueued(Protocol):
     """A bound call of an engine."""
 
+    def run(self) -> float: ...
     def enqueue(self, context_rows: int) -> None: ...
 
 
@@ -89,8 +90,11 @@ class Device:
     ) -> CudaGraph:
         """One CUDA graph: copy `up` from pinned memory, run the calls, copy `down`.
 
-        The first run outside a capture lets TensorRT allocate and compile what it puts off.
+        Each call runs once before: its constants are copied up, and TensorRT allocates and compiles
+        what it puts off. That writes cache rows behind the valid ones alone.
         """
+        for one in calls:
+            one.run()
 
         def enqueue() -> None:
             twin = self.mirrors.address

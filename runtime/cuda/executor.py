@@ -8,88 +8,31 @@ Knows nothing of speculation.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..contract import NUM_LOGITS, GraphSpec, TensorSpec, check_graph, check_tensor
-from ..engine_contract import CONTEXT_SLOTS, LOGIT_SLOTS, SHAPE_INPUTS, bucket_for, engine_spec
+from ..contract import (
+    ALLOWED_TOKENS,
+    ANCESTORS,
+    NUM_LOGITS,
+    GraphSpec,
+    TensorSpec,
+    check_graph,
+    check_tensor,
+)
+from ..engine_contract import LOGIT_SLOTS, SHAPE_INPUTS, engine_spec
 from ..errors import EngineError
 from ..executor import Buffers
+from .call import Bound, CudaCall
 from .device import Device
+from .memory import ALIGNMENT
 from .plan import Engine
 
 Array = NDArray[Any]
 _CACHES = ("past_key_values.", "present.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Bound:
-    """One tensor of a call: a host array's twin, or memory of the call's own."""
-
-    name: str
-    address: int
-    shape: tuple[int, ...]
-    array: Array | None = None  # copied up before, or down after, the call
-
-
-@dataclass(kw_only=True)
-class CudaCall:
-    """One engine prepared for one set of shapes but for the context bucket."""
-
-    executor: CudaExecutor
-    inputs: list[_Bound]
-    outputs: list[_Bound]
-    lengths: Array | None  # past_lengths on the host: which bucket holds the rows
-    rows: int  # that the call writes
-    keep: list[Any]  # arrays that must outlive the call
-    pads: list[tuple[int, int, int]] = field(default_factory=list)  # device copies: to, from, bytes
-    _contexts: dict[int, Any] = field(default_factory=dict)
-
-    def run(self) -> float:
-        """Copy up, run, copy down, wait; returns the seconds it took."""
-        start = perf_counter()
-        memory = self.executor.device.memory
-        for bound in self.inputs:
-            if bound.array is not None:
-                memory.to_device(bound.address, bound.array.ctypes.data, bound.array.nbytes)
-        self.enqueue(self._bucket())
-        for bound in self.outputs:
-            if bound.array is not None:
-                memory.to_host(bound.array.ctypes.data, bound.address, bound.array.nbytes)
-        self.executor.device.synchronize()
-        return perf_counter() - start
-
-    def enqueue(self, context_rows: int) -> None:
-        """Put the engine alone on the stream, reading this many cache rows; copies nothing."""
-        for to, source, size in self.pads:
-            self.executor.device.memory.on_device(to, source, size)
-        self.executor.enqueue(self._context(context_rows))
-
-    def _bucket(self) -> int:
-        if self.lengths is None:
-            return 0
-        return bucket_for(int(self.lengths.max()) + self.rows, self.executor.max_context)
-
-    def _context(self, context_rows: int) -> Any:
-        """A context a bucket: one that a CUDA graph was captured with keeps its shapes."""
-        if context_rows not in self._contexts:
-            self._contexts[context_rows] = self.executor.prepare(
-                [_resized(one, context_rows) for one in self.inputs], self.outputs
-            )
-        return self._contexts[context_rows]
-
-
-def _resized(bound: _Bound, context_rows: int) -> _Bound:
-    if bound.name != CONTEXT_SLOTS.name:
-        return bound
-    return _Bound(name=bound.name, address=bound.address, shape=(context_rows,))
 
 
 class CudaExecutor:
@@ -117,31 +60,25 @@ class CudaExecutor:
         """resident: tensors that only engines touch. Raises EngineError and BundleError."""
         return cls(device, device.open(path), spec, resident)
 
+    def has_input(self, name: str) -> bool:
+        return name in self._engine.inputs
+
     def bind(self, inputs: Buffers, outputs: Buffers) -> CudaCall:
         """As `runtime.executor.Executor.bind`; contents may change, arrays may not."""
         axes: dict[str, int] = {}
-        pads: list[tuple[int, int, int]] = []
-        bound = [
-            self._input(s, inputs, axes, pads) for s in self._spec.inputs if _wanted(s, inputs)
-        ]
-        results = [
-            self._output(one, outputs[one.name], axes)
-            for one in self._spec.outputs
-            if one.name in outputs or not one.optional
-        ]
-        lengths = inputs.get("past_lengths") if self.max_context else None
+        wanted = [one for one in self._spec.inputs if self.has_input(one.name)]
+        results = [s for s in self._spec.outputs if s.name in outputs or not s.optional]
         ids = inputs.get("input_ids")
         return CudaCall(
             executor=self,
-            inputs=bound,
-            outputs=results,
-            lengths=lengths,
+            inputs=[self._input(one, inputs, axes) for one in wanted],
+            outputs=[self._output(one, outputs[one.name], axes) for one in results],
+            lengths=inputs.get("past_lengths") if self.max_context else None,
             rows=0 if ids is None else ids.shape[1],
             keep=[*inputs.values(), *outputs.values()],
-            pads=pads,
         )
 
-    def prepare(self, inputs: list[_Bound], outputs: list[_Bound]) -> Any:
+    def prepare(self, inputs: list[Bound], outputs: list[Bound]) -> Any:
         """An execution context with every address and shape set. Raises EngineError."""
         shapes = {one.name: one.shape for one in inputs}
         context = self.device.context(self._engine, self._engine.profile_for(shapes))
@@ -160,43 +97,60 @@ class CudaExecutor:
                 f"{self._engine.where}: the engine failed while running; see the log."
             )
 
-    def _input(
-        self, spec: TensorSpec, given: Buffers, axes: dict[str, int], pads: list[Any]
-    ) -> _Bound:
-        if spec.name in (one.name for one in SHAPE_INPUTS):
+    def _input(self, spec: TensorSpec, given: Buffers, axes: dict[str, int]) -> Bound:
+        if spec in SHAPE_INPUTS:
             return self._slots_of(spec, given)
         array = self._checked(spec, given, axes)
         widened = _without_zeros(spec, array.shape)
         if widened != array.shape:
-            return self._padded(spec, array, widened, pads)
-        copied = array if self._is_copied(spec.name) else None
-        address = self.device.mirrors.address(array)
-        return _Bound(name=spec.name, address=address, shape=array.shape, array=copied)
+            return self._padded(spec, array, widened)
+        return self._bound(spec, array)
 
-    def _output(self, spec: TensorSpec, array: Array, axes: dict[str, int]) -> _Bound:
+    def _output(self, spec: TensorSpec, array: Array, axes: dict[str, int]) -> Bound:
         check_tensor(spec, _dtype(spec, array), array.shape, axes)
-        copied = array if self._is_copied(spec.name) else None
-        address = self.device.mirrors.address(array)
-        return _Bound(name=spec.name, address=address, shape=array.shape, array=copied)
+        return self._bound(spec, array)
 
-    def _slots_of(self, spec: TensorSpec, given: Buffers) -> _Bound:
+    def _bound(self, spec: TensorSpec, array: Array) -> Bound:
+        """On the array's twin, or on aligned memory of its own beside it."""
+        copied = array if self._is_copied(spec.name) else None
+        if not array.size:
+            return Bound(name=spec.name, address=self._slots.address, shape=array.shape)
+        home = address = self.device.mirrors.address(array)
+        if home % ALIGNMENT:
+            if spec.name.startswith(_CACHES):
+                raise EngineError(
+                    f"{self._engine.where}: {spec.name}: received a cache that isn't "
+                    f"aligned. Expected a multiple of {ALIGNMENT} bytes."
+                )
+            address = self.device.memory.device(array.nbytes).address
+        return Bound(
+            name=spec.name, address=address, shape=array.shape, array=copied, home=home,
+            size=array.nbytes,
+        )  # fmt: skip
+
+    def _slots_of(self, spec: TensorSpec, given: Buffers) -> Bound:
         """The contract's count becomes a length; the context's is chosen when the call runs."""
         size = self.max_context
-        if spec.name == LOGIT_SLOTS.name:
+        if spec == LOGIT_SLOTS:
             size = int(given[NUM_LOGITS.name])
-        return _Bound(name=spec.name, address=self._slots.address, shape=(size,))
+        return Bound(name=spec.name, address=self._slots.address, shape=(size,))
 
-    def _padded(
-        self, spec: TensorSpec, array: Array, shape: tuple[int, ...], pads: list[Any]
-    ) -> _Bound:
-        """k = 0 as k = 1 whose draft has q = 0: never accepted, and drawn from p (see ranges)."""
-        size = math.prod(shape) * array.itemsize
-        own = self.device.memory.device(size)
-        if array.dtype == np.bool_:
-            self.device.memory.fill(own, 1)
-        if array.size:
-            pads.append((own.address, self.device.mirrors.address(array), array.nbytes))
-        return _Bound(name=spec.name, address=own.address, shape=shape)
+    def _padded(self, spec: TensorSpec, array: Array, shape: tuple[int, ...]) -> Bound:
+        """k = 0 as k = 1 whose draft has q = 0: never accepted, and drawn from p (see ranges).
+
+        One row of logits, of uniforms or of allowed tokens comes first in the wider tensor.
+        """
+        own = _no_draft(spec, array, shape)
+        address = self.device.mirrors.address(own)
+        self.device.memory.to_device(address, own.ctypes.data, own.nbytes)
+        if not array.size or spec == ANCESTORS:
+            return Bound(name=spec.name, address=address, shape=shape)
+        home = self.device.mirrors.address(array)
+        copied = array if self._is_copied(spec.name) else None
+        return Bound(
+            name=spec.name, address=address, shape=shape, array=copied, home=home,
+            size=array.nbytes,
+        )  # fmt: skip
 
     def _is_copied(self, name: str) -> bool:
         return name not in self._resident and not name.startswith(_CACHES)
@@ -211,18 +165,21 @@ class CudaExecutor:
         return array
 
 
-def _wanted(spec: TensorSpec, given: Mapping[str, Array]) -> bool:
-    return not spec.optional or spec.name in given
-
-
 def _without_zeros(spec: TensorSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape with one draft where there is none: engines gather from at least one."""
-    names = [axis for axis in spec.axes if isinstance(axis, str)]
-    if "k" in names and 0 in shape:
-        return tuple(max(1, size) for size in shape)
-    if "k_plus_1" in names and shape[1] == 1:
-        return (shape[0], 2, *shape[2:])
-    return shape
+    counts = {"k": 1, "num_q_rows": 1, "k_plus_1": 2}
+    least = [counts.get(axis, 0) if isinstance(axis, str) else 0 for axis in spec.axes]
+    return tuple(max(size, one) for size, one in zip(shape, least, strict=True))
+
+
+def _no_draft(spec: TensorSpec, array: Array, shape: tuple[int, ...]) -> Array:
+    """What stands for a draft that is none: q = 0, anything allowed, seen by itself alone."""
+    found = np.zeros(shape, array.dtype)
+    if spec.name == ALLOWED_TOKENS.name:
+        found[...] = True
+    elif spec.name == ANCESTORS.name:
+        found[...] = np.tril(np.ones(shape[1:], np.bool_))
+    return found
 
 
 def _symbolic(shape: tuple[int, ...]) -> list[object]:

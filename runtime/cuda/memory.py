@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from ..errors import EngineError
 from .driver import Driver
 
+ALIGNMENT = 256  # of addresses that engines are given
 _TO_DEVICE, _TO_HOST, _ON_DEVICE = (
     "cudaMemcpyHostToDevice",
     "cudaMemcpyDeviceToHost",
@@ -58,10 +59,6 @@ class Memory:
         found: NDArray[Any] = np.ctypeslib.as_array(buffer).view(np.uint8)
         found[:] = 0
         return found[:size]
-
-    def fill(self, target: DeviceMemory, byte: int) -> None:
-        call = self._driver.call
-        call("cudaMemsetAsync", target.address, byte, target.size, self._stream)
 
     def to_device(self, address: int, source: int, size: int) -> None:
         self._copy(address, source, size, _TO_DEVICE)
