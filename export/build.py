@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from engines.external_data import WeightStore
-from engines.tensorrt.build import BuildOptions, check_targets
+from engines.tensorrt.build import BuildOptions, check_targets, check_types
 from engines.tensorrt.library import load
 from runtime.bundle import Bundle
 from runtime.bundle_files import record_files
@@ -183,10 +183,17 @@ def engine_build(request: BuildRequest) -> EngineBuild | None:
     check_targets(load(request.backend), request.compute_capabilities)
     own = draft_backend == request.backend and request.draft_precision is not None
     draft_name = request.draft_precision if own else request.precision
+    chosen = {
+        "--precision": engine_precision(request.precision),
+        "--draft-precision": engine_precision(draft_name or request.precision, "--draft-precision"),
+    }
+    for flag, one in chosen.items():
+        if one.weights is not None:
+            check_types(flag, [one.weights.dtype], request.compute_capabilities)
     return EngineBuild(
         backend=request.backend,
-        precision=engine_precision(request.precision),
-        draft_precision=engine_precision(draft_name or request.precision, "--draft-precision"),
+        precision=chosen["--precision"],
+        draft_precision=chosen["--draft-precision"],
         options=BuildOptions(compute_capabilities=request.compute_capabilities),
         draft_backend=draft_backend,
     )

@@ -28,6 +28,8 @@ from .draft_vocabulary import DraftVocabulary, QOver
 from .engine_graphs import (
     EngineGraph,
     draft_gates,
+    exact_logits,
+    exact_probs,
     target_gates,
     write_draft_graph,
     write_target_graph,
@@ -36,6 +38,7 @@ from .engine_precision import EnginePrecision
 from .graphs import write_accept
 from .model_draft import ModelDraftPlan
 from .ngram_draft import NgramDraftPlan
+from .oracle import record
 
 Progress = Callable[[str], None]
 
@@ -100,6 +103,7 @@ def write_engines(
         progress("checking the graphs against the checkpoints")
         found = target_gates(target, graph, asked.precision, tokens, k) + draft_checks(tokens)
         builder.plan("target", graph.path, target_profiles(limits))
+        builder.record(graph, written, tokens)
         builder.finish()
         return tuple(found)
 
@@ -118,6 +122,7 @@ class _Builder:
         self._plans = directory / "engines"
         self._onnx = directory / "onnx"
         self.scratch = directory / "scratch"
+        self._draft_probs: Callable[[list[int]], np.ndarray | None] = lambda _: None
         self._plans.mkdir()
         self.scratch.mkdir()
 
@@ -150,6 +155,8 @@ class _Builder:
         )
         vocabulary = DraftVocabulary(target_size=target_vocab, size=graph.vocab_size, d2t=model.d2t)
         card = engine_card(model.checkpoint, graph, precision)
+        size = vocabulary.q_size(QOver.DRAFT)
+        self._draft_probs = lambda tokens: exact_probs(graph, size, tokens)
 
         def gates(tokens: list[int]) -> list[Gate]:
             found = draft_gates(model, graph, precision, vocabulary, tokens)
@@ -171,6 +178,22 @@ class _Builder:
         self.plan("accept", self.scratch / "accept.onnx", accept_profiles(self.limits))
         if d2t is not None:
             np.save(self._plans.parent / "d2t.npy", d2t.astype(np.int64))
+
+    def record(self, target: EngineGraph, draft: WrittenDraft | None, tokens: list[int]) -> None:
+        """What the machine with the GPU is held against, where it was computed here."""
+        logits = exact_logits(target, tokens)
+        if logits is None:
+            return
+        record(
+            self._plans.parent,
+            self.scratch / "accept.onnx",
+            tokens=tokens,
+            logits=logits,
+            draft_probs=self._draft_probs(tokens),
+            d2t=draft.d2t if draft else None,
+            draft_vocab=(draft.vocab_size if draft else None) or target.vocab_size,
+            max_draft_tokens=self.limits.max_draft_tokens,
+        )
 
     def card(self) -> EngineCard:
         return EngineCard(

@@ -183,6 +183,20 @@ def target_gates(
     return [*found, gates.engine_noise(narrow, exact, tokens, k, precision)]
 
 
+def exact_logits(graph: EngineGraph, tokens: Sequence[int]) -> Array | None:
+    """In f32 arithmetic: [len(tokens), vocab]; None where no gate could run."""
+    if graph.exact is None:
+        return None
+    return EngineGateGraph(graph.exact, graph.exact_cache, graph.vocab_size).in_chunks(tokens)
+
+
+def exact_probs(graph: EngineGraph, size: int, tokens: Sequence[int]) -> Array | None:
+    """q at temperature 1 behind each of the first tokens: [n, size]."""
+    if graph.exact is None:
+        return None
+    return _draft_probs(graph.exact, graph.exact_cache, size, tokens[: graph.cache.max_context])
+
+
 def draft_gates(
     draft: Draft,
     graph: EngineGraph,

@@ -95,7 +95,7 @@ def _open(
     for axis, size in sizes.items():
         if executor.axes.get(axis, size) != size:
             raise EngineError(
-                f"{name}.{graphs.suffix}: {axis}: received {executor.axes[axis]}. Expected {size}, as the "
-                "manifest says; rebuild the bundle."
+                f"{name}.{graphs.suffix}: {axis}: received {executor.axes[axis]}. Expected {size}, "
+                "as the manifest says; rebuild the bundle."
             )
     return executor

@@ -41,8 +41,11 @@ class OracleGraph:
             if i.name.startswith("past_key_values.")
         }
 
-    def rows(self, tokens: Sequence[int], context: int | None = None) -> Array:
-        """Append `tokens`, reading `context` cache rows: logits [len(tokens), vocab] f32."""
+    def rows(self, tokens: Sequence[int], context: int | None = None, **tree: Array) -> Array:
+        """Append `tokens`, reading `context` cache rows: logits [len(tokens), vocab] f32.
+
+        tree: depths and visible; a chain without.
+        """
         count = len(tokens)
         known: dict[str, Any] = {
             "input_ids": np.array([tokens], np.int64),
@@ -52,6 +55,7 @@ class OracleGraph:
             "context_slots": np.zeros(context or self._max_context, np.int32),
             "depths": np.arange(count, dtype=np.int64)[None],
             "visible": np.tril(np.ones((1, count, count), np.bool_)),
+            **tree,
             **self._caches,
         }
         feed = {i.name: known[i.name] for i in self._session.get_inputs()}

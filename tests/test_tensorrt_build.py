@@ -48,9 +48,9 @@ def library() -> Library:
 
 @pytest.fixture(scope="module")
 def decoder() -> ir.Model:
-    """A layer of Llama, its weights bound."""
+    """A layer of Llama that verifies trees, its weights bound."""
     config = FAMILIES[0].config(num_hidden_layers=1)
-    graph = portable_graph(config, CONTEXT)
+    graph = portable_graph(config, CONTEXT, trees=True)
     bind(graph, random_model(config))
     return graph
 

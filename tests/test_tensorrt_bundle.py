@@ -138,7 +138,7 @@ def test_what_engines_cannot_do_is_refused(
 ) -> None:
     out = tmp_path / "bundle"
     with pytest.raises(BuildError, match=message):
-        build(_request(out, tiny_target, tiny_draft, **options))
+        build(replace(_request(out, tiny_target, tiny_draft), **options))  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
 
 

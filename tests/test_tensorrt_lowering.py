@@ -181,3 +181,38 @@ def test_rows_that_are_no_whole_blocks_stay() -> None:
         {"w": random(8, 24)},
     )
     assert not WeightOnlyPass(INT4)(model).modified
+
+
+@pytest.fixture(scope="module")
+def windowed_tree_graph() -> ir.Model:
+    """Of a model with one windowed layer and one without, and trees to verify."""
+    config = next(f for f in FAMILIES if f.name == "qwen2").config()
+    graph = portable_graph(config, MAX_CONTEXT, trees=True)
+    bind(graph, random_model(config))
+    return graph
+
+
+def test_a_tree_reads_what_the_portable_graph_reads(
+    windowed_tree_graph: ir.Model, tmp_path: Path
+) -> None:
+    """12 rows of a chain, then a tree of 6 whose columns reach 2 rows back."""
+    portable = windowed_tree_graph.clone()
+    lowered = windowed_tree_graph.clone()
+    for step in exact_passes():
+        step(lowered)
+    parents = [-1, 0, 1, 1, 2, 1, 0]  # of columns; two before the query stand in a chain
+    visible = np.eye(7, dtype=np.bool_)
+    for column, parent in enumerate(parents):
+        if parent >= 0:
+            visible[column] |= visible[parent]
+    depths = visible.sum(1)[None] - 1
+    tree = {"depths": depths.astype(np.int64), "visible": visible[None, 1:]}
+    found = []
+    for name, model in (("portable", portable), ("lowered", lowered)):
+        graph = OracleGraph(written(model, name, tmp_path), MAX_CONTEXT)
+        graph.rows(TEXT[:12])
+        found.append(graph.rows(TEXT[12:18], 18, **tree))
+        graph.length = 12
+        chain = graph.rows(TEXT[12:18], 18)
+        assert relative_error(found[-1], chain) > 0.05, "the tree was read as a chain"
+    assert relative_error(found[1], found[0]) < PARITY

@@ -6,7 +6,7 @@ TensorRT-RTX builds for named compute capabilities on any machine; TensorRT for 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,7 +77,8 @@ def build_plan(
     """Parse and build the graph at `path`. Raises BuildError; see `rules` for what else fails."""
     model = ir.load(path)
     check_targets(library, options.compute_capabilities)
-    _check_types(path.name, model, options.compute_capabilities)
+    types = {v.dtype for v in model.graph.initializers.values()}
+    check_types(path.name, types, options.compute_capabilities)
     library.logger.clear()
     builder = library.api.Builder(library.logger)
     library.check_logger(builder)
@@ -121,15 +122,15 @@ def check_targets(library: Library, chosen: Sequence[int]) -> None:
         )
 
 
-def _check_types(name: str, model: ir.Model, chosen: Sequence[int]) -> None:
-    types = {v.dtype for v in model.graph.initializers.values()}
-    for dtype, least in _LEAST_CAPABILITY.items():
-        low = [one for one in chosen if one < least]
-        if dtype in types and low:
+def check_types(name: str, types: Iterable[ir.DataType | None], chosen: Sequence[int]) -> None:
+    """Raises BuildError for a target that doesn't multiply in a type of the weights."""
+    for dtype in types:
+        least = _LEAST_CAPABILITY.get(dtype, 0) if dtype is not None else 0
+        if low := [one for one in chosen if one < least]:
             raise BuildError(
-                f"{name}: received {dtype.name} weights for compute capability {low[0]}. Expected "
-                f"{least} or higher, which multiplies in that type; choose another --precision, "
-                "or leave that target out."
+                f"{name}: received {dtype.name if dtype else ''} weights for compute capability "
+                f"{low[0]}. Expected {least} or higher, which multiplies in that type; choose "
+                "another --precision, or leave that target out."
             )
 
 
