@@ -202,7 +202,7 @@ class RoundInputs:
     """What one round is told: all that may differ from the one before.
 
     tokens: the committed ones, at least two. draft_rows: rows of the draft's cache that stand for
-    all of them but the last two.
+    all of them but the last two, which it must have read (`DraftModel.catch_up`).
     """
 
     tokens: Sequence[int]

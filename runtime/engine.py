@@ -21,8 +21,11 @@ from .round import Rounds
 from .target import PREFILL_CHUNK, TargetStep
 
 
-def load_rounds(path: Path, manifest: Manifest, options: EngineOptions) -> Rounds:
-    """Open the graphs below `path`/onnx for one sequence at a time."""
+def load_rounds(
+    path: Path, manifest: Manifest, options: EngineOptions, graphs: Graphs | None = None
+) -> Rounds:
+    """Open the bundle's graphs for one sequence at a time; graphs: None opens them here."""
+    graphs = graphs or open_graphs(path, manifest)
     card, vocab = manifest.target, manifest.target.vocab_size
     sizes = {"vocab": vocab, "draft_vocab": manifest.draft_vocab_size}
     limits = manifest.limits
@@ -32,7 +35,6 @@ def load_rounds(path: Path, manifest: Manifest, options: EngineOptions) -> Round
     width = manifest.feature_width
     fixed = {"vocab": vocab, **({"feature_width": width} if width else {})}
     spec = target_graph(card.cache, target_switches(manifest.draft))
-    graphs = _graphs(path, manifest, options)
     executor = _open(graphs, "target", spec, options, fixed)
     target = TargetStep(executor, card.cache, buffers, _features(manifest))
     # Accept reads one row but for a few values: a worker would cost more than it does.
@@ -79,7 +81,8 @@ class _OnnxGraphs:
         """A session goes with its executor."""
 
 
-def _graphs(path: Path, manifest: Manifest, options: EngineOptions) -> Graphs:
+def open_graphs(path: Path, manifest: Manifest) -> Graphs:
+    """Raises BundleError and EngineError for engines that this machine can't run."""
     if manifest.engines is None:
         return _OnnxGraphs(path)
     from .cuda.graphs import EngineGraphs  # only where there is a GPU to use
