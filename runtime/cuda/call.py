@@ -79,11 +79,15 @@ class CudaCall:
     def _bucket(self) -> int:
         if self.lengths is None:
             return 0
-        return bucket_for(int(self.lengths.max()) + self.rows, self.executor.max_context)
+        most = self.executor.max_context  # a call beyond it doesn't fit a profile, which tells
+        return bucket_for(min(int(self.lengths.max()) + self.rows, most), most)
 
     def _context(self, context_rows: int) -> Any:
-        """One a bucket: what a CUDA graph was captured with keeps its shapes."""
-        rows = context_rows if self.lengths is not None else 0
+        """One a bucket: what a CUDA graph was captured with keeps its shapes.
+
+        A draft's cache may be shorter than the bucket.
+        """
+        rows = min(context_rows, self.executor.max_context)
         if rows not in self._contexts:
             inputs = [_resized(one, rows) for one in self.inputs]
             self._contexts[rows] = self.executor.prepare(inputs, self.outputs)
