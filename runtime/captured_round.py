@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from .arena import Allocate, Arena, Field
 from .captured_programs import CapturedPrograms, Program, RoundShape
+from .errors import EngineError
 from .executor import Buffers
 from .outcome import Outcome
 from .sampling import SamplingParams
@@ -71,13 +72,48 @@ def sequentially(calls: Sequence[Bound], _context: int, _up: Array, _down: Array
     return Sequential(calls)
 
 
+@dataclass(frozen=True, kw_only=True)
+class RoundInputs:
+    """What one round is told: all that may differ from the one before.
+
+    tokens: the committed ones, at least two. draft_rows: rows of the draft's cache that stand for
+    all of them but the last two, which it must have read (`DraftModel.catch_up`).
+    """
+
+    tokens: Sequence[int]
+    draft_rows: int
+    uniforms: Array  # [purpose, position] f32
+    params: SamplingParams
+
+    def fill(self, arena: Arena, k: int, vocab: int) -> None:
+        """Write every host field, and the block's first two tokens."""
+        committed = len(self.tokens)
+        arena["target_lengths"][0] = committed - 1
+        arena["draft_lengths"][:] = self.draft_rows + 1 + np.arange(k)
+        arena["draft_lengths"][:1] = self.draft_rows
+        here = slice(committed, committed + k)
+        arena["draft_uniforms"][:] = self.uniforms[DRAFT, here]
+        arena["accept_uniforms"][0] = self.uniforms[ACCEPT, here]
+        arena["draw_uniforms"][0] = self.uniforms[DRAW, committed : committed + k + 1]
+        arena["temperature"][0] = self.params.temperature
+        arena["top_k"][0] = min(self.params.top_k, vocab)
+        arena["top_p"][0] = max(self.params.top_p, LEAST_TOP_P)
+        arena["min_p"][0] = self.params.min_p
+        arena["block"][0, :2] = self.tokens[-2:]
+
+
 class RoundProgram:
-    """The arena, the calls and the program of one shape."""
+    """The arena, the calls and the program of one shape.
+
+    Making a program may run its calls, on the inputs as they are then: so they are those of the
+    round that it is made for, and write no cache row that is valid.
+    """
 
     def __init__(
         self,
         shape: RoundShape,
         engines: RoundEngines,
+        inputs: RoundInputs,
         *,
         vocab: int,
         draft_vocab: int,
@@ -91,6 +127,7 @@ class RoundProgram:
         self._tables = _neutral_tables(vocab, shape.drafts + 1)
         self._logits = np.zeros((1, shape.drafts + 1, vocab), np.float32)
         self._q = np.zeros((1, shape.drafts, draft_vocab), np.float32)
+        inputs.fill(self.arena, shape.drafts, vocab)
         calls = [*map(self._draft, range(shape.drafts)), self._verify(), self._accept()]
         self._program = make(calls, shape.context, self.arena.up, self.arena.down)
 
@@ -197,36 +234,6 @@ def _present(caches: Mapping[str, Array]) -> dict[str, Array]:
     return {name.replace("past_key_values", "present"): array for name, array in caches.items()}
 
 
-@dataclass(frozen=True, kw_only=True)
-class RoundInputs:
-    """What one round is told: all that may differ from the one before.
-
-    tokens: the committed ones, at least two. draft_rows: rows of the draft's cache that stand for
-    all of them but the last two, which it must have read (`DraftModel.catch_up`).
-    """
-
-    tokens: Sequence[int]
-    draft_rows: int
-    uniforms: Array  # [purpose, position] f32
-    params: SamplingParams
-
-    def fill(self, arena: Arena, k: int, vocab: int) -> None:
-        """Write every host field, and the block's first two tokens."""
-        committed = len(self.tokens)
-        arena["target_lengths"][0] = committed - 1
-        arena["draft_lengths"][:] = self.draft_rows + 1 + np.arange(k)
-        arena["draft_lengths"][:1] = self.draft_rows
-        here = slice(committed, committed + k)
-        arena["draft_uniforms"][:] = self.uniforms[DRAFT, here]
-        arena["accept_uniforms"][0] = self.uniforms[ACCEPT, here]
-        arena["draw_uniforms"][0] = self.uniforms[DRAW, committed : committed + k + 1]
-        arena["temperature"][0] = self.params.temperature
-        arena["top_k"][0] = min(self.params.top_k, vocab)
-        arena["top_p"][0] = max(self.params.top_p, LEAST_TOP_P)
-        arena["min_p"][0] = self.params.min_p
-        arena["block"][0, :2] = self.tokens[-2:]
-
-
 class CapturedRounds:
     """Rounds of a chain, each launched as one program."""
 
@@ -243,11 +250,15 @@ class CapturedRounds:
         make: MakeProgram,
     ) -> None:
         self._vocab = vocab
+        self._inputs: RoundInputs | None = None  # of the round that is about to run
 
         def captured(shape: RoundShape) -> RoundProgram:
+            if self._inputs is None:
+                raise EngineError("a program was asked for without a round. Expected `run`.")
             return RoundProgram(
-                shape, engines, vocab=vocab, draft_vocab=draft_vocab, allocate=allocate, make=make
-            )
+                shape, engines, self._inputs, vocab=vocab, draft_vocab=draft_vocab,
+                allocate=allocate, make=make,
+            )  # fmt: skip
 
         self.programs = CapturedPrograms(
             captured, contexts, free_bytes=free_bytes, reserve_bytes=reserve_bytes
@@ -256,6 +267,7 @@ class CapturedRounds:
     def run(self, inputs: RoundInputs, k: int) -> Outcome:
         """One round of k drafts behind the committed tokens. Raises EngineError."""
         rows = len(inputs.tokens) + k
+        self._inputs = inputs
         found = self.programs.program(batch=1, drafts=k, rows=rows)
         inputs.fill(found.arena, k, self._vocab)
         seconds = found.run()

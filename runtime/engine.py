@@ -12,6 +12,7 @@ from .accept import AcceptStep
 from .branchers import load_brancher
 from .buffers import RoundBuffers
 from .contract import GraphSpec, accept_graph, target_graph
+from .drafter import Drafter
 from .drafters import load_drafter, target_switches
 from .errors import EngineError
 from .executor import EngineOptions, Executor
@@ -19,6 +20,7 @@ from .features import FeatureStore
 from .manifest import Manifest
 from .round import Rounds
 from .target import PREFILL_CHUNK, TargetStep
+from .tree_shape import Brancher
 
 
 def load_rounds(
@@ -45,7 +47,7 @@ def load_rounds(
         drafter = load_drafter(manifest.draft, open_graph, buffers, target, path)
         if limits.max_tree_nodes:
             brancher = load_brancher(manifest.draft, drafter, open_graph)
-    rounds = Rounds(buffers, target, drafter, AcceptStep(accept, buffers), brancher)
+    rounds = graphs.rounds(buffers, target, drafter, AcceptStep(accept, buffers), brancher)
     weakref.finalize(rounds, graphs.close)  # what holds a device lets it go with its last rounds
     return rounds
 
@@ -65,6 +67,14 @@ class Graphs(Protocol):
     suffix: str  # of the files, for errors
 
     def open(self, name: str, spec: GraphSpec, options: EngineOptions) -> Executor: ...
+    def rounds(
+        self,
+        buffers: RoundBuffers,
+        target: TargetStep,
+        drafter: Drafter | None,
+        accept: AcceptStep,
+        brancher: Brancher | None,
+    ) -> Rounds: ...
     def close(self) -> None: ...
 
 
@@ -76,6 +86,16 @@ class _OnnxGraphs:
 
     def open(self, name: str, spec: GraphSpec, options: EngineOptions) -> Executor:
         return Executor.load(self._path / "onnx" / f"{name}.onnx", spec, options)
+
+    def rounds(
+        self,
+        buffers: RoundBuffers,
+        target: TargetStep,
+        drafter: Drafter | None,
+        accept: AcceptStep,
+        brancher: Brancher | None,
+    ) -> Rounds:
+        return Rounds(buffers, target, drafter, accept, brancher)
 
     def close(self) -> None:
         """A session goes with its executor."""

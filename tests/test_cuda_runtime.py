@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,14 +16,16 @@ import numpy as np
 import pytest
 from helpers_cuda import VERSION, FakeCuda, fake_plan, use_fake_device
 
+from engines.tensorrt import ranges
 from export import engine_bundle
 from export.build import BuildRequest, build
-from runtime import Decoder, SamplingParams
+from runtime import Decoder, SamplingParams, engine_contract
 from runtime.bundle import Bundle
 from runtime.captured_round import RoundInputs
 from runtime.cuda.device import Device
 from runtime.errors import BundleError, EngineError
 from runtime.uniforms import uniform_table
+from runtime.whole_rounds import WholeRounds
 from scripts.gpu import steps
 from scripts.gpu.check import run_step
 from scripts.gpu.steps import STEPS, Check
@@ -33,7 +36,9 @@ pytest.importorskip(
 
 
 @pytest.fixture(scope="module")
-def bundle(kept_traces: None, build_root: Path, tiny_target: Path, tiny_draft: Path) -> Path:
+def bundle(
+    small_buckets: None, kept_traces: None, build_root: Path, tiny_target: Path, tiny_draft: Path
+) -> Path:
     return _build(build_root / "fake-engines", tiny_target, tiny_draft)
 
 
@@ -57,6 +62,15 @@ def _build(out: Path, target: Path, draft: Path | None, draft_backend: str | Non
         )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def small_buckets() -> Iterator[None]:
+    """Context buckets of 32, 64 and 128 rows, when building and when running."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(engine_contract, "LEAST_CONTEXT", 32)
+        monkeypatch.setattr(ranges, "LEAST_CONTEXT", 32)
+        yield
+
+
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     made = FakeCuda()
@@ -74,10 +88,34 @@ def test_it_decodes(bundle: Path, cuda: FakeCuda, params: SamplingParams) -> Non
         drafted = decoder.generate("abcabc", params, num_draft_tokens=4)
         assert decoder.stats is not None
         assert decoder.stats.num_accepted_draft_tokens > 0
+        launches = cuda.launches
+        assert launches >= len(drafted.token_ids) / 5, "every round is one launch"
         plain = decoder.generate("abcabc", params, num_draft_tokens=0)
+        assert cuda.launches == launches
+        stepped = _step_by_step(decoder, params)
     assert len(drafted.token_ids) == 24
+    assert drafted.token_ids == stepped
     if params is GREEDY:
         assert drafted.token_ids == plain.token_ids
+
+
+def _step_by_step(decoder: Decoder, params: SamplingParams) -> tuple[int, ...]:
+    """The same request, none of whose rounds is launched whole."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(WholeRounds, "_is_whole", lambda *_: False)
+        return decoder.generate("abcabc", params, num_draft_tokens=4).token_ids
+
+
+def test_long_texts_go_through_every_bucket(bundle: Path, cuda: FakeCuda) -> None:
+    """Draft windows start anew on the way: its cache holds 48 rows."""
+    params = replace(GREEDY, max_tokens=110)
+    with Decoder.load(bundle) as decoder:
+        drafted = decoder.generate("abc", params, num_draft_tokens=3).token_ids
+        rounds = decoder._rounds
+        assert isinstance(rounds, WholeRounds)
+        contexts = {shape.context for shape in rounds.captured.programs.captured}
+        assert contexts == {32, 64, 128}
+        assert drafted == decoder.generate("abc", params, num_draft_tokens=0).token_ids
 
 
 def test_penalties_and_bans_reach_the_device(bundle: Path, cuda: FakeCuda) -> None:

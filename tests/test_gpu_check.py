@@ -66,6 +66,7 @@ def test_every_step_that_needs_no_gpu_passes(check: Check, monkeypatch: pytest.M
             assert found["status"] == "passed", (name, found)
     assert results["captured"]["figures"]["rounds"] == 40
     assert results["captured"]["figures"]["accepted"] > 0
+    assert results["captured"]["figures"]["cache_error"] < 1e-4
     assert results["times"]["figures"]["context 32"]["captured round 4"] > 0
     assert results["target"]["figures"]["relative_error"] < 1e-3
     assert results["accept"]["figures"]["accepted"] > 0

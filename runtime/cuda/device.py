@@ -91,7 +91,7 @@ class Device:
         """One CUDA graph: copy `up` from pinned memory, run the calls, copy `down`.
 
         Each call runs once before: its constants are copied up, and TensorRT allocates and compiles
-        what it puts off. That writes cache rows behind the valid ones alone.
+        what it puts off. Its inputs are those of a round, so it writes no cache row that is valid.
         """
         for one in calls:
             one.run()

@@ -18,7 +18,9 @@ from runtime.captured_round import RoundInputs
 from runtime.draft_model import DraftModel
 from runtime.oracle import ROWS, Oracle
 from runtime.oracle_runs import accept_decisions, draft_ids
+from runtime.round import Rounds
 from runtime.sampling import SamplingParams
+from runtime.target import PREFILL_CHUNK
 from runtime.uniforms import uniform_table
 
 from .subject import Subject
@@ -244,7 +246,7 @@ def _compare_rounds(
         if not tokens or len(tokens) + k + 2 > most:
             rounds.begin(params, prompt)
             tokens = [*prompt, *rounds.prefill(list(prompt), uniforms).tokens]
-            tokens += rounds.run(tokens, 1, uniforms).tokens
+            tokens += Rounds.run(rounds, tokens, 1, uniforms).tokens
             rounds.rollback(len(tokens))
         size = 1 + i % k
         drafter.catch_up(tokens, size)
@@ -252,13 +254,28 @@ def _compare_rounds(
             tokens=tokens, draft_rows=_draft_rows(subject, tokens), uniforms=uniforms, params=params
         )
         launched = captured.run(inputs, size)
-        stepped = rounds.run(tokens, size, uniforms)
+        stepped = Rounds.run(rounds, tokens, size, uniforms)  # the steps, whatever `rounds` is
         if launched.tokens != stepped.tokens:
             raise Failed(f"round {i}, k = {size}: {launched.tokens} and {stepped.tokens}")
         tokens = [*tokens, *stepped.tokens]
         rounds.rollback(len(tokens))
         figures["rounds"] += 1
         figures["accepted"] += stepped.num_accepted
+    figures["cache_error"] = _cache_error(subject, tokens)
+    if not figures["cache_error"] < MOST_ERROR:
+        raise Failed(f"the caches differ from a clean run's: {figures}")
+
+
+def _cache_error(subject: Subject, tokens: list[int]) -> float:
+    """The last row's logits behind the rows that the rounds left, against rows read anew."""
+    step, found = subject.rounds.target, []
+    for first in (len(tokens) - 1, 0):
+        step.length = first
+        for start in range(first, len(tokens), PREFILL_CHUNK):
+            step.prefill(tokens[start : start + PREFILL_CHUNK])
+        subject.download(subject.buffers.logits)
+        found.append(subject.buffers.logits[0, 0].copy())
+    return float(np.linalg.norm(found[0] - found[1]) / np.linalg.norm(found[1] - found[1].mean()))
 
 
 def _draft_rows(subject: Subject, tokens: list[int]) -> int:

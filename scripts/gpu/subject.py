@@ -19,8 +19,7 @@ from runtime.draft_model import DraftModel
 from runtime.engine import Graphs, load_rounds, open_graphs
 from runtime.engine_contract import context_buckets
 from runtime.executor import EngineOptions, Executor
-
-RESERVE_BYTES = 512 << 20  # that captures leave free on the device
+from runtime.whole_rounds import WholeRounds
 
 
 class Remembering:
@@ -34,6 +33,9 @@ class Remembering:
     def open(self, name: str, spec: GraphSpec, options: EngineOptions) -> Executor:
         self.executors[name] = self.graphs.open(name, spec, options)
         return self.executors[name]
+
+    def rounds(self, *steps):  # type: ignore[no-untyped-def]
+        return self.graphs.rounds(*steps)
 
     def close(self) -> None:
         self.graphs.close()
@@ -76,6 +78,9 @@ class Subject:
             self.device.synchronize()
 
     def captured(self) -> CapturedRounds:
+        """Those that decoding launches; on the CPU, the calls one by one."""
+        if isinstance(self.rounds, WholeRounds):
+            return self.rounds.captured
         drafter = self.rounds.drafter
         assert isinstance(drafter, DraftModel)
         engines = RoundEngines(
@@ -85,22 +90,14 @@ class Subject:
             target_caches=self.rounds.target.caches,
             draft_caches=drafter.caches,
         )
-        device = self.device
-        make = sequentially
-        if device is not None:
-
-            def make(calls, context, up, down):  # type: ignore[no-untyped-def]
-                return device.capture(calls, context, up=up, down=down)
-
         return CapturedRounds(
             engines,
             vocab=self.manifest.target.vocab_size,
             draft_vocab=self.manifest.draft_vocab_size,
             contexts=context_buckets(self.manifest.limits.max_context),
-            free_bytes=device.free_bytes if device is not None else lambda: 1 << 40,
-            reserve_bytes=RESERVE_BYTES,
-            allocate=device.memory.pinned if device is not None else on_host,
-            make=make,
+            free_bytes=lambda: 1 << 40,
+            allocate=on_host,
+            make=sequentially,
         )
 
     def close(self) -> None:
