@@ -49,9 +49,25 @@ def build(
             "layer-skip for the target without some layers; none for plain decoding only."
         ),
     ] = "none",
-    backend: Annotated[str, typer.Option(help="onnxruntime.")] = "onnxruntime",
+    backend: Annotated[
+        str, typer.Option(help="onnxruntime; tensorrt or tensorrt-rtx for engines on a GPU.")
+    ] = "onnxruntime",
+    compute_capability: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="Of --backend tensorrt-rtx: a target such as 89, may be repeated; default: all."
+        ),
+    ] = None,
+    draft_backend: Annotated[
+        str | None,
+        typer.Option(help="Of an engine backend: onnxruntime puts the draft on the CPU."),
+    ] = None,
     precision: Annotated[
-        str, typer.Option(help="Of the target's weights: fp32, int8 or int4.")
+        str,
+        typer.Option(
+            help="Of the target's weights: fp32, int8 or int4; of engines fp16, bf16, int8, int4, "
+            "int4-128, fp8 or fp4."
+        ),
     ] = "int8",
     draft_precision: Annotated[
         str | None, typer.Option(help="Of the draft's weights; default: the target's.")
@@ -119,6 +135,8 @@ def build(
         draft=None if draft == "none" else draft,
         out=out,
         backend=backend,
+        compute_capabilities=tuple(compute_capability or ()),
+        draft_backend=draft_backend,
         precision=precision,
         draft_precision=draft_precision,
         rows_alike=not no_rows_alike,
