@@ -12,10 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 import onnx_ir as ir
 
 ALIGNMENT = 4096  # page-aligned, so that an engine can map a weight
+_BUFFER_TYPES = (
+    ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.INT8, ir.DataType.UINT8,
+    ir.DataType.INT32, ir.DataType.INT64, ir.DataType.BOOL, ir.DataType.DOUBLE,
+)  # fmt: skip
 THRESHOLD_BYTES = 1024  # smaller tensors stay inside the graph's file
 
 
@@ -73,7 +76,7 @@ def _place(value, tensor, file, location, store, share):  # type: ignore[no-unty
     if place is None:
         offset = -(-file.tell() // ALIGNMENT) * ALIGNMENT
         file.seek(offset)
-        file.write(memoryview(tensor.numpy().view(np.uint8)).cast("B"))  # 8-bit floats, too
+        file.write(_raw(tensor))
         place = (location, offset, file.tell() - offset)
         for key in [*keys, f"{location}:{own}"]:
             store.places.setdefault(key, place)
@@ -81,3 +84,9 @@ def _place(value, tensor, file, location, store, share):  # type: ignore[no-unty
     return ir.ExternalTensor(
         where, offset, length, tensor.dtype, shape=tensor.shape, name=own, base_dir=store.directory
     )
+
+
+def _raw(tensor: ir.TensorProtocol) -> memoryview | bytes:
+    """As the file has them; bf16, fp8 and packed 4 bits are no types that a buffer knows."""
+    plain = tensor.dtype in _BUFFER_TYPES
+    return memoryview(tensor.numpy().data).cast("B") if plain else tensor.tobytes()

@@ -11,10 +11,20 @@ from pathlib import Path
 import numpy as np
 
 from engines.external_data import WeightStore
+from engines.tensorrt.build import BuildOptions, check_targets, check_types
+from engines.tensorrt.library import load
 from runtime.bundle import Bundle
 from runtime.bundle_files import record_files
 from runtime.errors import BuildError, OutriderError
-from runtime.manifest import SCHEMA, FileRecord, Gate, Limits, Manifest
+from runtime.manifest import (
+    ENGINE_LIBRARIES,
+    SCHEMA,
+    FileRecord,
+    Gate,
+    Limits,
+    Manifest,
+    ModelCard,
+)
 from runtime.text import Text
 
 from . import gates
@@ -28,6 +38,8 @@ from .calibrated import (
 from .checkpoint import Checkpoint, open_checkpoint
 from .draft_plan import DraftPlan, WrittenDraft
 from .drafters import DraftRequest, open_drafter
+from .engine_bundle import EngineBuild, engine_card, refuse_draft, write_engines
+from .engine_precision import engine_precision
 from .features import refuse_unproven, refuse_unsupported
 from .fidelity_gate import FidelityGate
 from .gate_graph import GateGraph
@@ -42,7 +54,8 @@ logger = logging.getLogger(__name__)
 
 Progress = Callable[[str], None]
 
-BACKENDS = ("onnxruntime",)
+BACKENDS = ("onnxruntime", *ENGINE_LIBRARIES)
+DRAFTS_BESIDE_ENGINES = "int8"  # on ONNX Runtime's CPU
 GATE_TEXT = (
     "def mean(values):\n    return sum(values) / len(values)\n\n"
     "The quick brown fox jumps over the lazy dog, 42 times. Water boils at 100 degrees."
@@ -59,6 +72,8 @@ class BuildRequest:
     draft: str | None  # None builds a bundle that only decodes plainly
     out: Path
     backend: str = "onnxruntime"
+    compute_capabilities: tuple[int, ...] = ()  # of tensorrt-rtx; empty: all that it builds for
+    draft_backend: str | None = None  # None: where the target runs
     precision: str = "int8"
     draft_precision: str | None = None  # None: the target's
     rows_alike: bool = True  # where the precision allows it
@@ -81,9 +96,10 @@ class _Plan:
 
     target: Checkpoint
     draft: DraftPlan | None
-    precision: Precision
+    precision: Precision  # of what runs on ONNX Runtime
     limits: Limits
     calibration: CalibrationPlan | None  # of a recipe that reads text
+    engines: EngineBuild | None  # None: ONNX Runtime
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -112,9 +128,11 @@ def _plan(request: BuildRequest) -> _Plan:
             f"--backend: received {request.backend!r}. Expected one of {', '.join(BACKENDS)}."
         )
     batch = check_batch(request.max_batch)
-    chosen = precision(request.precision)
+    engines = engine_build(request)
+    chosen: Precision = precision(DRAFTS_BESIDE_ENGINES if engines else request.precision)
     chosen = replace(chosen, rows_alike=chosen.rows_alike and request.rows_alike)
-    refuse_backend(chosen, request.backend)
+    if engines is None:
+        refuse_backend(chosen, request.backend)
     refuse_without_recipe(request.calibration, chosen)
     target = open_checkpoint(request.target)
     target.text_files()  # raises here rather than after minutes
@@ -123,7 +141,10 @@ def _plan(request: BuildRequest) -> _Plan:
     if chosen.calibrated:
         calibration = plan_calibration(request.calibration, target, chosen, context)
         chosen = calibration.precision
-    draft = open_drafter(_draft_request(request), target, context=context, target_precision=chosen)
+    asked = _draft_request(request)
+    if engines and engines.draft_backend != "onnxruntime":
+        asked = replace(asked, precision=None)  # it is an engine's, and checked as one
+    draft = open_drafter(asked, target, context=context, target_precision=chosen)
     refuse_unsupported(target.config, context)
     refuse_unproven(target.config, target.eager_bytes(), gates.available_bytes())
     if request.gate is not None and not isinstance(draft, ModelDraftPlan):
@@ -134,10 +155,11 @@ def _plan(request: BuildRequest) -> _Plan:
     k = check_draft_tokens(request.max_draft_tokens, draft.context) if draft else 0
     if draft and draft.most_drafts is not None:
         k = min(k, draft.most_drafts)
-    return _Plan(
+    plan = _Plan(
         target=target,
         draft=draft,
         precision=chosen,
+        engines=engines,
         limits=Limits(
             max_batch=batch,
             max_context=context,
@@ -145,6 +167,51 @@ def _plan(request: BuildRequest) -> _Plan:
             max_tree_nodes=check_tree_nodes(request.max_tree_nodes, draft, context),
         ),
         calibration=calibration,
+    )
+    if engines:
+        refuse_draft(draft, plan.limits, engines)
+    return plan
+
+
+def engine_build(request: BuildRequest) -> EngineBuild | None:
+    """What a request asks of engines; None for ONNX Runtime. Raises BuildError, at the door."""
+    if request.backend not in ENGINE_LIBRARIES:
+        given = {"--compute-capability": request.compute_capabilities or None,
+                 "--draft-backend": request.draft_backend}  # fmt: skip
+        for flag, value in given.items():
+            if value is not None and value != request.backend:
+                raise BuildError(
+                    f"{flag}: received it with --backend {request.backend}. Expected a backend of "
+                    f"engines: {', '.join(ENGINE_LIBRARIES)}."
+                )
+        return None
+    draft_backend = request.draft_backend or request.backend
+    if draft_backend not in ("onnxruntime", request.backend):
+        raise BuildError(
+            f"--draft-backend: received {draft_backend!r}. Expected {request.backend} or "
+            "onnxruntime."
+        )
+    if request.gate is not None:
+        raise BuildError(
+            f"--gate: received it with --backend {request.backend}. Expected --backend "
+            "onnxruntime: a gate decodes, which engines do on a GPU alone."
+        )
+    check_targets(load(request.backend), request.compute_capabilities)
+    own = draft_backend == request.backend and request.draft_precision is not None
+    draft_name = request.draft_precision if own else request.precision
+    chosen = {
+        "--precision": engine_precision(request.precision),
+        "--draft-precision": engine_precision(draft_name or request.precision, "--draft-precision"),
+    }
+    for flag, one in chosen.items():
+        if one.weights is not None:
+            check_types(flag, [one.weights.dtype], request.compute_capabilities)
+    return EngineBuild(
+        backend=request.backend,
+        precision=chosen["--precision"],
+        draft_precision=chosen["--draft-precision"],
+        options=BuildOptions(compute_capabilities=request.compute_capabilities),
+        draft_backend=draft_backend,
     )
 
 
@@ -175,6 +242,8 @@ def _draft_request(request: BuildRequest) -> DraftRequest:
 
 def _fill(plan: _Plan, directory: Path, progress: Progress) -> Manifest:
     """Write everything but the manifest; returns it with no files listed yet."""
+    if plan.engines is not None:
+        return _fill_engines(plan, plan.engines, directory, progress)
     onnx = directory / "onnx"
     onnx.mkdir()
     store = WeightStore(directory=onnx)
@@ -191,7 +260,7 @@ def _fill(plan: _Plan, directory: Path, progress: Progress) -> Manifest:
         draft = plan.draft.write(onnx, store, target_vocab=target.vocab_size, trees=trees)
     _write_accept(target, draft, directory, store)
     plan.target.save_tokenizer(directory)
-    manifest = _manifest(plan, target, draft)
+    manifest = _manifest(plan, model_card(plan.target, target, plan.precision), draft)
     progress("checking the graphs against the checkpoints")
     manifest = replace(manifest, gates=_gates(plan, target, draft, directory))
     progress("measuring step times")
@@ -199,6 +268,15 @@ def _fill(plan: _Plan, directory: Path, progress: Progress) -> Manifest:
     _write_report(directory, "latency", latency)
     _warn_of_acceptance(manifest, plan.taps, latency["acceptance"])
     return manifest
+
+
+def _fill_engines(plan: _Plan, asked: EngineBuild, directory: Path, progress: Progress) -> Manifest:
+    """The same with plans in place of graphs; step times are measured where there is a GPU."""
+    written = write_engines(asked, plan.target, plan.draft, plan.limits, directory, progress)
+    plan.target.save_tokenizer(directory)
+    card = engine_card(plan.target, written.target, asked.precision)
+    manifest = replace(_manifest(plan, card, written.draft), engines=written.card)
+    return replace(manifest, gates=written.gates(_gate_tokens(plan, directory)))
 
 
 def _warn_of_acceptance(
@@ -302,14 +380,14 @@ def _gate_tokens(plan: _Plan, directory: Path) -> list[int]:
     return [t % vocab for t in ids]
 
 
-def _manifest(plan: _Plan, target: WrittenGraph, draft: WrittenDraft | None) -> Manifest:
+def _manifest(plan: _Plan, target: ModelCard, draft: WrittenDraft | None) -> Manifest:
     special = plan.target.special_tokens()
     files: dict[str, FileRecord] = {}
     return Manifest(
         schema=SCHEMA,
         versions=versions(),
-        backend="onnxruntime",
-        target=model_card(plan.target, target, plan.precision),
+        backend=plan.engines.backend if plan.engines else "onnxruntime",
+        target=target,
         draft=draft.card if draft else None,
         limits=plan.limits,
         eos_token_ids=special.eos_token_ids,

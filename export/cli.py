@@ -49,12 +49,25 @@ def build(
             "layer-skip for the target without some layers; none for plain decoding only."
         ),
     ] = "none",
-    backend: Annotated[str, typer.Option(help="onnxruntime.")] = "onnxruntime",
+    backend: Annotated[
+        str, typer.Option(help="onnxruntime; tensorrt or tensorrt-rtx for engines on a GPU.")
+    ] = "onnxruntime",
+    compute_capability: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="Of --backend tensorrt-rtx: a target such as 89, may be repeated; default: all."
+        ),
+    ] = None,
+    draft_backend: Annotated[
+        str | None,
+        typer.Option(help="Of an engine backend: onnxruntime puts the draft on the CPU."),
+    ] = None,
     precision: Annotated[
         str,
         typer.Option(
             help="Of the target's weights: fp32, int8 or int4, rounded to nearest; int4-gptq and "
-            "int8-smoothquant (inputs in 8 bits, too) read text first; fp8 is TensorRT's."
+            "int8-smoothquant (inputs in 8 bits, too) read text first; of engines fp16, bf16, "
+            "int8, int4, int4-128, fp8 or fp4."
         ),
     ] = "int8",
     draft_precision: Annotated[
@@ -128,6 +141,8 @@ def build(
         draft=None if draft == "none" else draft,
         out=out,
         backend=backend,
+        compute_capabilities=tuple(compute_capability or ()),
+        draft_backend=draft_backend,
         precision=precision,
         draft_precision=draft_precision,
         calibration=CalibrationRequest(prompt_files=tuple(calibration_prompts or ())),

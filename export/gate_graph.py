@@ -31,7 +31,7 @@ class GateGraph:
         switches: Mapping[TensorSpec, Array] = MappingProxyType({}),
     ) -> None:
         spec = replace(self._spec(cache), switches=tuple(switches))
-        self._executor = Executor.load(path, spec, EngineOptions(spin=False))
+        self._executor = Executor.load(path, spec, self._options())
         self._cache, self._vocab = cache, vocab_size
         #: the target's hidden states at the rows of the last call: [rows, feature_width]
         self.features = np.zeros((0, self._executor.axes.get("feature_width", 0)), np.float32)
@@ -75,6 +75,10 @@ class GateGraph:
     @staticmethod
     def _spec(cache: CacheSpec) -> GraphSpec:
         return target_graph(cache)
+
+    @staticmethod
+    def _options() -> EngineOptions:
+        return EngineOptions(spin=False)
 
 
 class DraftGateGraph:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -21,13 +22,21 @@ from runtime.manifest import Gate
 from .checkpoint import find_name
 from .exact_graph import exact_arithmetic as exact_arithmetic
 from .gate_graph import GateGraph
-from .precision import Precision
 from .tolerances import EAGER, ENGINE, ROWS
 
 logger = logging.getLogger(__name__)
 
 Array = np.ndarray
 Figures = dict[str, float | int | str]
+
+
+class Rounding(Protocol):
+    """What a precision does to a weight [out, in], called `name` in the checkpoint; its own name is
+    the tolerances' key."""
+
+    @property
+    def name(self) -> str: ...
+    def rounded(self, weight: Array, name: str = "") -> Array: ...
 
 
 def relative_error(a: Array, b: Array) -> float:
@@ -54,7 +63,7 @@ def parity(
     run_engine: Callable[[], Array],
     load_eager: Callable[[], PreTrainedModel],
     tokens: Sequence[int],
-    precision: Precision,
+    precision: Rounding,
     rounded: frozenset[str],
     *,
     needs_bytes: int,
@@ -93,7 +102,7 @@ def features_parity(
     load_eager: Callable[[], PreTrainedModel],
     tokens: Sequence[int],
     taps: Sequence[int],
-    precision: Precision,
+    precision: Rounding,
     rounded: frozenset[str],
     *,
     needs_bytes: int,
@@ -151,7 +160,7 @@ def _eager_logits(model: PreTrainedModel, tokens: Sequence[int]) -> Array:
     return model(torch.tensor([list(tokens)]), use_cache=False).logits[0].float().numpy()
 
 
-def round_weights(model: PreTrainedModel, precision: Precision, names: frozenset[str]) -> None:
+def round_weights(model: PreTrainedModel, precision: Rounding, names: frozenset[str]) -> None:
     """Replace the named parameters of an eager model by what the engine multiplies with.
 
     A tied parameter of which one name stays as it is gets untied. `name.T` is a parameter that the
@@ -234,7 +243,7 @@ def _three_ways(graph: GateGraph, tokens: list[int], k: int) -> tuple[Array, Arr
 
 
 def engine_noise(
-    engine: GateGraph, exact: GateGraph, tokens: Sequence[int], k: int, precision: Precision
+    engine: GateGraph, exact: GateGraph, tokens: Sequence[int], k: int, precision: Rounding
 ) -> Gate:
     """The graph as the engine runs it against itself in f32 arithmetic; and how far its own rows
     differ with how many are run at once, which is what can turn a greedy choice. Raises GateFailed.

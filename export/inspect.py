@@ -68,6 +68,7 @@ def _summary(bundle: Bundle) -> Table:
     total = sum(record.bytes for record in manifest.files.values())
     rows = {
         "backend": manifest.backend,
+        **_engines(manifest),
         "drafter": f"{manifest.draft.kind}: {manifest.draft.name}" if manifest.draft else "none",
         "versions": ", ".join(f"{k} {v}" for k, v in sorted(manifest.versions.items())),
         "max batch": str(limits.max_batch),
@@ -81,6 +82,19 @@ def _summary(bundle: Bundle) -> Table:
         "tokenizer": manifest.tokenizer_sha256[:12],
     }
     return _table(str(bundle.path), ("", ""), rows.items())
+
+
+def _engines(manifest: Manifest) -> dict[str, str]:
+    """What the plans are for, where there are any."""
+    card = manifest.engines
+    if card is None:
+        return {}
+    targets = ", ".join(f"SM{one}" for one in card.compute_capabilities)
+    return {
+        "engines": f"{card.library} {card.version}",
+        "compute capabilities": targets or "all that the library builds for, or the GPU at hand",
+        "draft runs on": card.draft_backend,
+    }
 
 
 def _models(manifest: Manifest) -> Table:

@@ -37,6 +37,7 @@ class RoundBuffers:
         k = max_draft_tokens
         nodes = max(k, max_nodes)
         self.max_draft_tokens = k
+        self.max_nodes = nodes
         self.block = np.zeros((1, nodes + 2), np.int64)
         self.logits = np.zeros((1, nodes + 1, vocab), np.float32)
         self.draft_probs = np.zeros((1, max(k, min(1, nodes)), draft_vocab), np.float32)

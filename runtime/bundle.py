@@ -19,14 +19,14 @@ import numpy as np
 from .bundle_files import MANIFEST, PARTIAL, check_files, verify_digests
 from .errors import BundleError
 from .layer_runs import as_text
-from .manifest import DRAFT_TOKENIZER, LayerSkipDraft, Manifest, ModelCard
+from .manifest import DRAFT_TOKENIZER, ENGINE_LIBRARIES, LayerSkipDraft, Manifest, ModelCard
 
 GraphName = Literal["target", "draft", "fuse", "heads", "tail", "accept"]
 Int64Array = np.ndarray[Any, np.dtype[np.int64]]
 
-BACKENDS = ("onnxruntime",)
+BACKENDS = ("onnxruntime", *ENGINE_LIBRARIES)
 _ENGINES = ("onnxruntime", "onnxruntime-gpu", "onnxruntime-directml")
-_REQUIRED = ("tokenizer.json", "generation_config.json", "onnx/target.onnx", "onnx/accept.onnx")
+_REQUIRED = ("tokenizer.json", "generation_config.json")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,10 +99,7 @@ def _read_manifest(path: Path) -> Manifest:
 
 
 def _check_contents(manifest: Manifest) -> None:
-    graphs = manifest.draft.graphs if manifest.draft else ()
-    if manifest.draft and manifest.limits.max_tree_nodes:
-        graphs = (*graphs, *(manifest.draft.tree_graphs or ()))
-    required = [*_REQUIRED, *(f"onnx/{name}.onnx" for name in graphs)]
+    required = [*_REQUIRED, *_graph_files(manifest)]
     if isinstance(manifest.draft, LayerSkipDraft):
         _check_skipped(manifest.draft, manifest.target.cache.layers)
     required += [DRAFT_TOKENIZER] if manifest.retokenized else []
@@ -116,6 +113,19 @@ def _check_contents(manifest: Manifest) -> None:
             "tokenizer that the models were built for; rebuild the bundle."
         )
     _check_caches(manifest)
+
+
+def _graph_files(manifest: Manifest) -> list[str]:
+    """A plan or an ONNX graph for each of the target, accept and what drafts."""
+    graphs = manifest.draft.graphs if manifest.draft else ()
+    if manifest.draft and manifest.limits.max_tree_nodes:
+        graphs = (*graphs, *(manifest.draft.tree_graphs or ()))
+    engines = manifest.engines
+    if engines is None:
+        return [f"onnx/{name}.onnx" for name in ("target", "accept", *graphs)]
+    own = engines.draft_backend == engines.library
+    drafts = [f"engines/{name}.plan" if own else f"onnx/{name}.onnx" for name in graphs]
+    return ["engines/target.plan", "engines/accept.plan", *drafts]
 
 
 def _check_skipped(draft: LayerSkipDraft, layers: int) -> None:
@@ -148,6 +158,14 @@ def _check_backend(manifest: Manifest) -> None:
         raise BundleError(
             f"manifest.json: received backend {manifest.backend!r}. Expected one of "
             f"{', '.join(BACKENDS)}; rebuild with --backend, or install a newer version."
+        )
+    card = manifest.engines
+    if (manifest.backend if manifest.backend in ENGINE_LIBRARIES else None) != (
+        card.library if card else None
+    ):
+        raise BundleError(
+            f"manifest.json: engines: received {card and card.library!r} with backend "
+            f"{manifest.backend!r}. Expected the same library; rebuild the bundle."
         )
     built, installed = manifest.versions.get("onnxruntime"), _installed_version()
     if built is not None and installed is not None and _minor(installed) < _minor(built):

@@ -60,8 +60,7 @@ class DraftModel:
 
     def propose(self, tokens: Sequence[int], k: int, constraint: Constraint) -> Proposal:
         """x_1 … x_k ~ q, behind the committed `tokens`."""
-        self.window.make_room(len(tokens), k)
-        seconds = self._catch_up(tokens[self.length : -2])
+        seconds = self.catch_up(tokens, k)
         unread = len(tokens) - self.length
         block, drafted = self._buffers.block, 0
         while drafted < k and constraint.open_row(drafted):
@@ -72,6 +71,11 @@ class DraftModel:
                 break  # the draft's vocabulary has no token that may follow
             drafted += 1
         return Proposal(num_drafted=drafted, seconds=seconds)
+
+    def catch_up(self, tokens: Sequence[int], k: int) -> float:
+        """Have read all but the last two of them at most, with room for k more; takes seconds."""
+        self.window.make_room(len(tokens), k)
+        return self._catch_up(tokens[self.length : -2])
 
     def _catch_up(self, tokens: Sequence[int]) -> float:
         """Read all but the last two tokens, whose step follows."""

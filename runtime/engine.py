@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from .accept import AcceptStep
 from .branchers import load_brancher
 from .buffers import RoundBuffers
 from .contract import GraphSpec, accept_graph, target_graph
+from .drafter import Drafter
 from .drafters import load_drafter, target_switches
 from .errors import EngineError
 from .executor import EngineOptions, Executor
@@ -17,10 +20,14 @@ from .features import FeatureStore
 from .manifest import Manifest
 from .round import Rounds
 from .target import PREFILL_CHUNK, TargetStep
+from .tree_shape import Brancher
 
 
-def load_rounds(path: Path, manifest: Manifest, options: EngineOptions) -> Rounds:
-    """Open the graphs below `path`/onnx for one sequence at a time."""
+def load_rounds(
+    path: Path, manifest: Manifest, options: EngineOptions, graphs: Graphs | None = None
+) -> Rounds:
+    """Open the bundle's graphs for one sequence at a time; graphs: None opens them here."""
+    graphs = graphs or open_graphs(path, manifest)
     card, vocab = manifest.target, manifest.target.vocab_size
     sizes = {"vocab": vocab, "draft_vocab": manifest.draft_vocab_size}
     limits = manifest.limits
@@ -30,17 +37,19 @@ def load_rounds(path: Path, manifest: Manifest, options: EngineOptions) -> Round
     width = manifest.feature_width
     fixed = {"vocab": vocab, **({"feature_width": width} if width else {})}
     spec = target_graph(card.cache, target_switches(manifest.draft))
-    executor = _open(path, "target", spec, options, fixed)
+    executor = _open(graphs, "target", spec, options, fixed)
     target = TargetStep(executor, card.cache, buffers, _features(manifest))
     # Accept reads one row but for a few values: a worker would cost more than it does.
-    accept = _open(path, "accept", accept_graph(), replace(options, threads=1), sizes)
+    accept = _open(graphs, "accept", accept_graph(), replace(options, threads=1), sizes)
     drafter = brancher = None
     if manifest.draft:
-        open_graph = partial(_open, path, options=options, sizes={**sizes, **fixed})
+        open_graph = partial(_open, graphs, options=options, sizes={**sizes, **fixed})
         drafter = load_drafter(manifest.draft, open_graph, buffers, target, path)
         if limits.max_tree_nodes:
             brancher = load_brancher(manifest.draft, drafter, open_graph)
-    return Rounds(buffers, target, drafter, AcceptStep(accept, buffers), brancher)
+    rounds = graphs.rounds(buffers, target, drafter, AcceptStep(accept, buffers), brancher)
+    weakref.finalize(rounds, graphs.close)  # what holds a device lets it go with its last rounds
+    return rounds
 
 
 def _features(manifest: Manifest) -> FeatureStore | None:
@@ -52,15 +61,64 @@ def _features(manifest: Manifest) -> FeatureStore | None:
     return FeatureStore(manifest.feature_width, manifest.limits.max_context, most_rows)
 
 
+class Graphs(Protocol):
+    """Where a bundle's graphs are opened: what comes is an executor, or behaves like one."""
+
+    suffix: str  # of the files, for errors
+
+    def open(self, name: str, spec: GraphSpec, options: EngineOptions) -> Executor: ...
+    def rounds(
+        self,
+        buffers: RoundBuffers,
+        target: TargetStep,
+        drafter: Drafter | None,
+        accept: AcceptStep,
+        brancher: Brancher | None,
+    ) -> Rounds: ...
+    def close(self) -> None: ...
+
+
+class _OnnxGraphs:
+    suffix = "onnx"
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def open(self, name: str, spec: GraphSpec, options: EngineOptions) -> Executor:
+        return Executor.load(self._path / "onnx" / f"{name}.onnx", spec, options)
+
+    def rounds(
+        self,
+        buffers: RoundBuffers,
+        target: TargetStep,
+        drafter: Drafter | None,
+        accept: AcceptStep,
+        brancher: Brancher | None,
+    ) -> Rounds:
+        return Rounds(buffers, target, drafter, accept, brancher)
+
+    def close(self) -> None:
+        """A session goes with its executor."""
+
+
+def open_graphs(path: Path, manifest: Manifest) -> Graphs:
+    """Raises BundleError and EngineError for engines that this machine can't run."""
+    if manifest.engines is None:
+        return _OnnxGraphs(path)
+    from .cuda.graphs import EngineGraphs  # only where there is a GPU to use
+
+    return EngineGraphs(path, manifest)
+
+
 def _open(
-    path: Path, name: str, spec: GraphSpec, options: EngineOptions, sizes: dict[str, int]
+    graphs: Graphs, name: str, spec: GraphSpec, options: EngineOptions, sizes: dict[str, int]
 ) -> Executor:
     """Open one graph and compare the sizes that it fixes with the manifest's."""
-    executor = Executor.load(path / "onnx" / f"{name}.onnx", spec, options)
+    executor = graphs.open(name, spec, options)
     for axis, size in sizes.items():
         if executor.axes.get(axis, size) != size:
             raise EngineError(
-                f"{name}.onnx: {axis}: received {executor.axes[axis]}. Expected {size}, as the "
-                "manifest says; rebuild the bundle."
+                f"{name}.{graphs.suffix}: {axis}: received {executor.axes[axis]}. Expected {size}, "
+                "as the manifest says; rebuild the bundle."
             )
     return executor

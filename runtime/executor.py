@@ -39,11 +39,13 @@ class EngineOptions:
 
     threads: None takes the cores this process may run on. spin: during a run, workers wait busily
     for the next operator: a tenth to a quarter faster where the cores are this process's own,
-    several times slower where other processes want them.
+    several times slower where other processes want them. as_written: compute DequantizeLinear where
+    the graph has it, in f32; else ONNX Runtime may round activations where it meets such weights.
     """
 
     threads: int | None = None
     spin: bool = True
+    as_written: bool = False
 
     def __post_init__(self) -> None:
         if self.threads is not None and self.threads < 1:
@@ -156,6 +158,7 @@ def _session_options(options: EngineOptions) -> onnxruntime.SessionOptions:
     result.inter_op_num_threads = 1
     result.log_severity_level = 4  # what it would log comes as an exception, and is raised
     result.add_session_config_entry("session.intra_op.allow_spinning", str(int(options.spin)))
+    result.add_session_config_entry("session.disable_quant_qdq", str(int(options.as_written)))
     # Target, draft and accept have a pool each: workers that spun on after their own graph's run
     # would take the cores from the next one's. On 2 cores rounds then take twice as long.
     result.add_session_config_entry("session.force_spinning_stop", "1")
@@ -181,10 +184,15 @@ def stacked_caches(
     specs: Sequence[TensorSpec], shape: tuple[int, ...]
 ) -> tuple[NDArray[Any], dict[str, NDArray[Any]]]:
     """The same in one array [caches, *shape], of which each is a part: rows move in all at once."""
-    whole = np.zeros((len(specs), *shape), specs[0].dtype)
+    whole = np.zeros((len(specs), *shape), _carrier(specs[0].dtype))
     return whole, {spec.name: whole[i] for i, spec in enumerate(specs)}
 
 
 def cache_buffers(specs: Sequence[TensorSpec], shape: tuple[int, ...]) -> dict[str, NDArray[Any]]:
     """Zeroed cache arrays by name; bind them as past and as present to update them in place."""
-    return {spec.name: np.zeros(shape, spec.dtype) for spec in specs}
+    return {spec.name: np.zeros(shape, _carrier(spec.dtype)) for spec in specs}
+
+
+def _carrier(dtype: str) -> str:
+    """numpy has no bfloat16: its bits are carried as uint16, which nobody here computes with."""
+    return "uint16" if dtype == "bfloat16" else dtype

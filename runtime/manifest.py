@@ -27,6 +27,7 @@ from .contract import MOST_TREE_NODES
 from .errors import BundleError
 
 SCHEMA = 4
+ENGINE_LIBRARIES = ("tensorrt", "tensorrt-rtx")  # backends whose graphs are plans
 DRAFT_TOKENIZER = "draft_tokenizer.json"  # of a draft that has tokens of its own
 
 
@@ -62,6 +63,16 @@ class Gate:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EngineCard:
+    """What the plans in engines/ were built by and for; a plan runs on nothing else."""
+
+    library: str  # tensorrt | tensorrt-rtx
+    version: str
+    compute_capabilities: tuple[int, ...]  # such as 80, 89; empty: all that the library builds for
+    draft_backend: str  # where the draft's graph runs: the library, or onnxruntime
+
+
+@dataclass(frozen=True, kw_only=True)
 class FileRecord:
     sha256: str
     bytes: int
@@ -71,7 +82,7 @@ class FileRecord:
 class Manifest:
     schema: int
     versions: dict[str, str]  # outrider, onnxruntime, torch, transformers, …
-    backend: str  # onnxruntime
+    backend: str  # onnxruntime | tensorrt | tensorrt-rtx
     target: ModelCard
     draft: DraftCard | None
     limits: Limits
@@ -80,6 +91,7 @@ class Manifest:
     tokenizer_sha256: str
     gates: tuple[Gate, ...]
     files: dict[str, FileRecord]  # relative POSIX path → record; all files but the manifest
+    engines: EngineCard | None = None  # of a TensorRT backend
 
     @property
     def draft_model(self) -> ModelCard | None:
@@ -149,6 +161,8 @@ def _read_union(options: tuple[Any, ...], raw: Any, where: str) -> Any:
     if raw is None and types.NoneType in options:
         return None
     options = tuple(option for option in options if option is not types.NoneType)
+    if len(options) == 1:
+        return _read(options[0], raw, where)
     if all(map(dataclasses.is_dataclass, options)):
         return _read(_named(options, raw, where), raw, where)
     for option in options:

@@ -37,9 +37,9 @@ class TargetStep:
         self._executor = executor
         self._buffers = buffers
         self.features = features
-        self._rows, self._caches = stacked_caches(cache.past(), cache.shape(1))
+        self._rows, self.caches = stacked_caches(cache.past(), cache.shape(1))
         names = zip(cache.past(), cache.present(), strict=True)
-        self._present = {present.name: self._caches[past.name] for past, present in names}
+        self._present = {present.name: self.caches[past.name] for past, present in names}
         self.max_context = cache.max_context
         self._chunk = np.zeros((1, PREFILL_CHUNK), np.int64)
         self._calls: dict[tuple[int, int], Call] = {}
@@ -130,7 +130,7 @@ class TargetStep:
             "num_logits": np.array(num_logits, np.int64),
             **(chain_inputs(input_ids.shape[1]) if tree is None else tree.inputs()),
             **switches,
-            **self._caches,
+            **self.caches,
         }
         outputs = {"logits": self._buffers.logits[:, :num_logits], **self._present}
         if self.features is not None:

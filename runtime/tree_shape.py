@@ -231,6 +231,8 @@ def parse_tree(text: str) -> StaticTree | DynamicTree:
         if not widths or not all(1 <= width <= BRANCH_WIDTH for width in widths):
             raise ValueError(text)
         return StaticTree(tree=Tree.of_widths(widths), name=text)
+    except InvalidRequest:
+        raise
     except (ValueError, TypeError) as error:
         raise InvalidRequest(
             f"tree: received {text!r}. Expected widths such as 4x2x1, {DYNAMIC}:NODES[:DEPTH"

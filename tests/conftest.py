@@ -30,7 +30,7 @@ NO_MODEL = (
     "the example model is not in build/models; run `python scripts/fetch_model.py build/models`, "
     "or name it in OUTRIDER_EXAMPLE_GGUF"
 )
-NO_DEVICE = "no CUDA device: onnxruntime has no CUDAExecutionProvider here"
+NO_DEVICE = "no CUDA device with its driver here; scripts/gpu_check runs all on one that has"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -52,9 +52,14 @@ def example_path() -> Path | None:
 
 
 def has_cuda() -> bool:
-    import onnxruntime
+    from runtime.cuda.driver import Driver
+    from runtime.errors import EngineError
 
-    return "CUDAExecutionProvider" in onnxruntime.get_available_providers()
+    try:
+        Driver().gpu()
+    except EngineError:
+        return False
+    return True
 
 
 @pytest.fixture(scope="session")

@@ -44,8 +44,8 @@ def text(length: int, vocab: int) -> list[int]:
     return [int(t) for t in np.random.default_rng(7).integers(3, vocab, length)]
 
 
-def portable_graph(config: PretrainedConfig, max_context: int) -> ir.Model:
-    return make_portable(trace_decoder(config, max_context))
+def portable_graph(config: PretrainedConfig, max_context: int, *, trees: bool = False) -> ir.Model:
+    return make_portable(trace_decoder(config, max_context, trees=trees))
 
 
 def bind(graph: ir.Model, model: PreTrainedModel) -> list[str]:

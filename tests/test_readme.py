@@ -44,7 +44,7 @@ class Rule:
 
 
 RULES = (
-    Rule(pattern=r"(bash )?scripts/(demo|test)\b", how="file"),
+    Rule(pattern=r"(bash )?scripts/(demo|test|gpu_pack|gpu_check)\b", how="file"),
     Rule(pattern=r"(python3? )?scripts/\w+\.py\b", how="script"),
     Rule(pattern=r"(python3? )?examples/compare\.py\b", how="tiny"),
     Rule(pattern=r"(pip3?|python3? -m (pip|venv)|source|git|cd|uv) ?", how="known"),

@@ -20,7 +20,7 @@ from runtime.executor import EngineOptions
 from runtime.text import Text
 
 from ..profile import hardware, versions
-from . import contract, frequency, greedy, law
+from . import contract, frequency, greedy, law, tree_law
 from .report import Certificate, skipped
 from .target_rows import TargetRows
 from .texts import library_texts
@@ -64,6 +64,8 @@ def _certificates(bundle: Bundle, effort: Effort, progress: Progress) -> Iterato
     progress("contract")
     yield contract.certify(bundle)
     yield law.certify(bundle, lambda text: progress(f"law: {text}"))
+    if bundle.manifest.limits.max_tree_nodes:
+        yield tree_law.certify(lambda text: progress(f"tree law: {text}"))
     if bundle.manifest.draft is None:
         for other in (greedy, frequency):
             yield skipped(other.NAME, other.CLAIM, "this bundle has no draft")

@@ -16,7 +16,10 @@ import numpy as np
 
 from runtime.decoder import Decoder
 from runtime.reference import History, adjusted, transformed
+from runtime.round import Rounds
 from runtime.sampling import SamplingParams
+from runtime.tree import Tree
+from runtime.tree_shape import DynamicTree, StaticTree, TreeShape
 
 from .report import Certificate, judged
 from .target_rows import TargetRows
@@ -28,6 +31,11 @@ FALSE_ALARM = 1e-6  # odds that a right bundle fails, for each sampling
 LEAST_EXPECTED = 10.0  # cells below are joined, so that chi-square's law holds well into its tail
 TOKENS = 3
 DRAFT_TOKENS = (1, 2)  # by turns: behind one draft the third token is a bonus or recovered one
+
+TREES: tuple[TreeShape, ...] = (
+    StaticTree(tree=Tree.of_widths([2, 2])),
+    DynamicTree(nodes=5, depth=2, width=3),
+)
 
 SAMPLINGS = {
     "top_k": SamplingParams(temperature=1.0, top_k=3),
@@ -72,7 +80,7 @@ def certify(
     figures, faults = {}, []
     for name, params in samplings.items():
         progress(f"{samples} answers under {name}")
-        counts = _counts(decoder, prompt, params, samples, rows.rounds.buffers.max_draft_tokens)
+        counts = _counts(decoder, prompt, params, samples, rows.rounds)
         found = fit(counts, law(rows, prompt, params))
         if found.impossible:
             near = _near_edge(counts, rows, prompt, params, noise)
@@ -125,15 +133,26 @@ def _near_edge(
 
 
 def _counts(
-    decoder: Decoder, prompt: Sequence[int], params: SamplingParams, samples: int, most: int
+    decoder: Decoder, prompt: Sequence[int], params: SamplingParams, samples: int, rounds: Rounds
 ) -> Counter[Tokens]:
     found: Counter[Tokens] = Counter()
+    ways = _ways(rounds)
     for seed in range(samples):
         asked = replace(params, seed=seed, max_tokens=TOKENS, ignore_eos=True)
-        k = min(DRAFT_TOKENS[seed % len(DRAFT_TOKENS)], most)
-        result = decoder.generate(list(prompt), asked, num_draft_tokens=k)
+        k, tree = ways[seed % len(ways)]
+        result = decoder.generate(list(prompt), asked, num_draft_tokens=k, tree=tree)
         found[result.token_ids] += 1
     return found
+
+
+def _ways(rounds: Rounds) -> list[tuple[int | None, TreeShape | None]]:
+    """Draft lengths, and trees where the bundle makes them."""
+    most = rounds.buffers.max_draft_tokens
+    ways: list[tuple[int | None, TreeShape | None]] = [(min(k, most), None) for k in DRAFT_TOKENS]
+    nodes = rounds.buffers.max_nodes
+    if rounds.brancher is not None:
+        ways += [(None, t) for t in TREES if t.nodes <= nodes and t.depth <= most]
+    return ways
 
 
 def fit(observed: Counter[Tokens], expected: Laws) -> Fit:

@@ -8,7 +8,7 @@ uniforms each draft passes once it is reached, and what is drawn where the round
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,11 +16,24 @@ import numpy as np
 from runtime.errors import InvalidRequest
 from runtime.tree import Tree
 
-from .law import bisect, steps
+from .law import LIMIT, bisect, steps
+from .report import Certificate, Figures, judged
 from .round_graphs import STEPS, RoundGraphs
-from .world import Array, LawCase, Laws, Tokens, World, completed, draft_row, target_law
-from .world import total_variation as distance_of
+from .world import (
+    CASES,
+    Array,
+    LawCase,
+    Laws,
+    Tokens,
+    World,
+    completed,
+    draft_row,
+    target_law,
+    total_variation,
+)
 
+NAME = "tree law"
+CLAIM = "The law of a round over a tree, enumerated, is the target's, for every transform."
 PASSES = 0.0  # a uniform that every draft passes which can pass
 FAILS = 1 - 1 / STEPS
 
@@ -46,6 +59,13 @@ class TreeCase:
         return cls(tree=Tree.chain(length), drawn=frozenset(range(1, length + 1)))
 
 
+SHAPES = {
+    "2 drafts, then 1 each": TreeCase(tree=Tree.of_widths([2, 1])),
+    "3 drafts, the last drawn": TreeCase(tree=Tree.of_widths([3]), drawn=frozenset({3})),
+    "5 drafts, uneven, the last drawn": TreeCase(tree=Tree((0, 0, 1, 1, 2)), drawn=frozenset({5})),
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Drafted:
     """One assignment of tokens to the tree, and how likely it is drafted."""
@@ -55,9 +75,26 @@ class _Drafted:
     mass: float
 
 
+def certify(progress: Callable[[str], None] = lambda _: None) -> Certificate:
+    """Small vocabularies through graphs of this version."""
+    figures: Figures = {"limit": LIMIT, "total_variation": {}}
+    faults = []
+    for name, shape in SHAPES.items():
+        world = World(vocab=4, k=shape.tree.depth)
+        graphs = RoundGraphs.small(world)
+        for case in CASES:
+            progress(f"{name}: {case.name}")
+            found = distance(case, world, graphs, shape)
+            figures["total_variation"][f"{name}: {case.name}"] = found
+            if not found <= LIMIT:
+                faults.append(f"{name}, {case.name}: total variation {found:.2g}")
+    figures["worst"] = max(figures["total_variation"].values())
+    return judged(NAME, CLAIM, figures, faults)
+
+
 def distance(case: LawCase, world: World, graphs: RoundGraphs, shape: TreeCase) -> float:
     """Total variation between the law of a round and the target's own; world.k is the depth."""
-    return distance_of(round_law(case, world, graphs, shape), target_law(case, world))
+    return total_variation(round_law(case, world, graphs, shape), target_law(case, world))
 
 
 def round_law(case: LawCase, world: World, graphs: RoundGraphs, shape: TreeCase) -> Laws:

@@ -35,7 +35,9 @@ def bench_command(
     ] = "",
     draft_lengths: Annotated[
         str | None,
-        typer.Option("-k", help="Draft lengths, as 1,2,4,auto; plain decoding always runs."),
+        typer.Option(
+            "-k", help="Drafts, as 1,2,4,auto,4x2x1,dynamic:16; plain decoding always runs."
+        ),
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens an answer may have.")] = 128,
     limit: Annotated[int | None, typer.Option(min=1, help="Prompts of each category.")] = None,
@@ -50,7 +52,7 @@ def bench_command(
         bool, typer.Option("--json", help="JSON as the last line of stdout, tables to stderr.")
     ] = False,
     out: Annotated[
-        Path | None, typer.Option(help="A folder for bench.json and samples.jsonl.")
+        Path | None, typer.Option(help="A folder for bench.json, samples.jsonl and plots.")
     ] = None,
 ) -> None:
     """Measure speed and acceptance of bundles on this machine.

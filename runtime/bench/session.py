@@ -22,6 +22,7 @@ from .plan import AUTO, PLAIN, Contestant, DraftLength, interleave
 from .prompts import Prompt, categories
 from .summary import Figures, Sample, summarize
 from .tree_choice import TreeChoice, choose_tree
+from .tree_plot import can_plot, plot_trees
 
 DEFAULT_LONGEST = 4  # k = 1 … so many and auto, where -k is not given
 FLOOR_BLOCKS = 6
@@ -68,12 +69,15 @@ class Result:
         return fields
 
     def write(self, folder: Path) -> None:
-        """`bench.json`, and `samples.jsonl` with one request a line."""
+        """`bench.json`, `samples.jsonl` with one request a line, and where trees were measured and
+        matplotlib is installed `trees.svg`."""
         folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps(self.as_dict(), indent=1, ensure_ascii=False) + "\n"
         (folder / "bench.json").write_text(text, encoding="utf-8")
         lines = (json.dumps(_sample_dict(s), ensure_ascii=False) + "\n" for s in self.samples)
         (folder / "samples.jsonl").write_text("".join(lines), encoding="utf-8")
+        if self.trees and can_plot():
+            plot_trees(self.figures, self.trees, folder / "trees.svg")
 
 
 def run_session(

@@ -1,0 +1,1 @@
+"""From the portable graph to TensorRT engines; the same code for `tensorrt` and `tensorrt-rtx`."""

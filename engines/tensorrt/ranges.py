@@ -1,0 +1,133 @@
+"""How large each symbolic axis may become: optimization profiles from a bundle's limits.
+
+One table from an axis's name to its range, for every graph alike; an axis that isn't in it stops
+the build, so that a new input can't get a range by accident.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from runtime.engine_contract import LEAST_CONTEXT
+from runtime.errors import BuildError
+from runtime.manifest import Limits
+
+PREFILL_ROWS = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class Range:
+    """Least, usual and most elements; the engine is fastest at the usual."""
+
+    least: int
+    usual: int
+    most: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.least <= self.usual <= self.most:
+            raise ValueError(f"received {self}. Expected least <= usual <= most.")
+
+    @classmethod
+    def fixed(cls, size: int) -> Range:
+        return cls(least=size, usual=size, most=size)
+
+
+Ranges = Mapping[str, Range]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """One kind of call: its name goes into errors and reports."""
+
+    name: str
+    ranges: Ranges
+
+    def shapes(self, value: ir.Value) -> tuple[tuple[int, ...], ...] | None:
+        """Least, usual and most shape of a graph input; None where it is static."""
+        assert value.shape is not None
+        axes = [self._range(value, axis) for axis in value.shape]
+        if all(isinstance(axis, int) for axis in value.shape):
+            return None
+        return tuple(tuple(getattr(a, end) for a in axes) for end in ("least", "usual", "most"))
+
+    def _range(self, value: ir.Value, axis: int | ir.SymbolicDim) -> Range:
+        if isinstance(axis, int):
+            return Range.fixed(axis)
+        name = str(axis.value)
+        if name not in self.ranges:
+            raise BuildError(
+                f"{value.name}: received an axis {name!r}. Expected one of "
+                f"{', '.join(sorted(self.ranges))}; give it a range in engines.tensorrt.ranges."
+            )
+        return self.ranges[name]
+
+
+def target_profiles(limits: Limits) -> tuple[Profile, ...]:
+    """Prefill in chunks, a plain decoding step, and verification of up to k + 1 rows."""
+    rows = min(PREFILL_ROWS, limits.max_context)
+    profiles = [_decoder("prefill", limits, Range(least=1, usual=rows, most=rows), Range.fixed(1))]
+    profiles.append(_decoder("decode", limits, Range.fixed(1), Range.fixed(1)))
+    if limits.max_draft_tokens:
+        verified = _verified(limits)
+        profiles.append(_decoder("verify", limits, verified, verified))
+    return tuple(profiles)
+
+
+def draft_profiles(limits: Limits, context: int) -> tuple[Profile, ...]:
+    """Catching up on what was committed, and a step; `context`: rows of the draft's cache."""
+    rows = min(PREFILL_ROWS, context)
+    many, one = Range(least=1, usual=rows, most=rows), Range.fixed(1)
+    few = Range(least=1, usual=1, most=2)
+    own = Limits(
+        max_batch=limits.max_batch,
+        max_context=context,
+        max_draft_tokens=min(limits.max_draft_tokens, context - 1),
+    )
+    return (_decoder("prefill", own, many, one), _decoder("step", own, few, one))
+
+
+def accept_profiles(limits: Limits) -> tuple[Profile, ...]:
+    """The acceptance of 1 to k drafts.
+
+    Never 0: TensorRT has no gather from nothing. A plain draw is one draft whose q is all 0: it is
+    never accepted, and what is drawn then has the law of p.
+    """
+    most = max(1, limits.max_draft_tokens)
+    k = Range(least=1, usual=(most + 1) // 2, most=most)
+    return (_accept("verify", limits, k),)
+
+
+def _verified(limits: Limits) -> Range:
+    most = limits.max_draft_tokens + 1
+    return Range(least=min(2, most), usual=min(most, most // 2 + 1), most=most)
+
+
+def _decoder(name: str, limits: Limits, query: Range, logits: Range) -> Profile:
+    k = limits.max_draft_tokens
+    ranges = {
+        "batch": _batch(limits),
+        "query_len": query,
+        "tree_len": query,
+        "num_logits": logits,
+        "context": _context(limits.max_context),
+        "drafted": Range(least=0, usual=k // 2, most=k),
+    }
+    return Profile(name=name, ranges=ranges)
+
+
+def _accept(name: str, limits: Limits, k: Range) -> Profile:
+    rows = Range(least=k.least + 1, usual=k.usual + 1, most=k.most + 1)
+    ranges = {"batch": _batch(limits), "k": k, "k_plus_1": rows, "num_q_rows": k}
+    return Profile(name=name, ranges=ranges)
+
+
+def _batch(limits: Limits) -> Range:
+    return Range(least=1, usual=1, most=limits.max_batch)
+
+
+def _context(most: int) -> Range:
+    least = min(LEAST_CONTEXT, most)
+    return Range(least=least, usual=max(least, min(1024, most)), most=most)

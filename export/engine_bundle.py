@@ -1,0 +1,223 @@
+"""A bundle of TensorRT engines: the same checks as any build's, then a plan for each graph.
+
+The graphs are written, held against the checkpoints on the CPU, built into plans, and dropped: what
+a machine with a GPU needs is in `engines/`. A draft may run on ONNX Runtime's CPU instead
+(`--draft-backend onnxruntime`); what crosses then is tokens and rows of q alone.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from engines.external_data import WeightStore
+from engines.tensorrt.build import BuildOptions, TimingCache, build_plan
+from engines.tensorrt.library import Library, load
+from engines.tensorrt.ranges import Profile, accept_profiles, draft_profiles, target_profiles
+from runtime.cards import ModelCard, ModelDraft
+from runtime.errors import BuildError
+from runtime.manifest import EngineCard, Gate, Limits
+
+from .checkpoint import Checkpoint
+from .draft_plan import DraftPlan, WrittenDraft
+from .draft_vocabulary import DraftVocabulary, QOver
+from .engine_graphs import (
+    EngineGraph,
+    draft_gates,
+    exact_logits,
+    exact_probs,
+    target_gates,
+    write_draft_graph,
+    write_target_graph,
+)
+from .engine_precision import EnginePrecision
+from .graphs import write_accept
+from .model_draft import ModelDraftPlan
+from .ngram_draft import NgramDraftPlan
+from .oracle import record
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineBuild:
+    """What is asked of the engines of one bundle."""
+
+    backend: str
+    precision: EnginePrecision
+    draft_precision: EnginePrecision
+    options: BuildOptions
+    draft_backend: str  # the same, or onnxruntime
+
+    def open_library(self) -> Library:
+        """Before anything slow. Raises BuildError."""
+        return load(self.backend)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrittenEngines:
+    target: EngineGraph
+    draft: WrittenDraft | None
+    card: EngineCard
+    gates: Callable[[list[int]], tuple[Gate, ...]]
+
+
+def refuse_draft(draft: DraftPlan | None, limits: Limits, asked: EngineBuild) -> None:
+    """Raises BuildError for a drafter that engines can't carry yet."""
+    if limits.max_tree_nodes:
+        raise BuildError(
+            f"--max-tree-nodes: received {limits.max_tree_nodes} with --backend {asked.backend}. "
+            "Expected 0: engines verify chains so far; trees need --backend onnxruntime."
+        )
+    if draft is None or isinstance(draft, NgramDraftPlan | ModelDraftPlan):
+        return
+    if asked.draft_backend == "onnxruntime" and not draft.taps and draft.most_drafts is None:
+        return
+    raise BuildError(
+        f"--draft: received {draft.name} with --backend {asked.backend}. Expected a draft model, "
+        "ngram or none: heads and layer skipping run on --backend onnxruntime alone so far."
+    )
+
+
+def write_engines(
+    asked: EngineBuild,
+    target: Checkpoint,
+    draft: DraftPlan | None,
+    limits: Limits,
+    directory: Path,
+    progress: Progress,
+) -> WrittenEngines:
+    """Fill `directory`/engines, and onnx/ with what runs on the CPU. Raises BuildError."""
+    builder = _Builder(asked, limits, directory, progress)
+    progress(f"tracing and writing the target, {target.name}, {asked.precision.name}")
+    graph = write_target_graph(target, asked.precision, limits.max_context, builder.scratch)
+    written, draft_checks = builder.draft(draft, graph.vocab_size)
+    builder.accept(graph.vocab_size, written)
+
+    def gates(tokens: list[int]) -> tuple[Gate, ...]:
+        k = max(1, min(limits.max_draft_tokens, len(tokens) // 3))
+        progress("checking the graphs against the checkpoints")
+        found = target_gates(target, graph, asked.precision, tokens, k) + draft_checks(tokens)
+        builder.plan("target", graph.path, target_profiles(limits))
+        builder.record(graph, written, tokens)
+        builder.finish()
+        return tuple(found)
+
+    return WrittenEngines(target=graph, draft=written, card=builder.card(), gates=gates)
+
+
+class _Builder:
+    """Writes plans one by one; graphs lie in a scratch directory that goes in the end."""
+
+    def __init__(
+        self, asked: EngineBuild, limits: Limits, directory: Path, progress: Progress
+    ) -> None:
+        self.asked, self.limits, self._progress = asked, limits, progress
+        self._library = asked.open_library()
+        self._timing = TimingCache()
+        self._plans = directory / "engines"
+        self._onnx = directory / "onnx"
+        self.scratch = directory / "scratch"
+        self._draft_probs: Callable[[list[int]], np.ndarray | None] = lambda _: None
+        self._plans.mkdir()
+        self.scratch.mkdir()
+
+    def plan(self, name: str, path: Path, profiles: tuple[Profile, ...]) -> None:
+        self._progress(f"building the engine of {name}")
+        made = build_plan(self._library, path, profiles, self.asked.options, self._timing)
+        (self._plans / f"{name}.plan").write_bytes(made.data)
+
+    def draft(
+        self, draft: DraftPlan | None, target_vocab: int
+    ) -> tuple[WrittenDraft | None, Callable[[list[int]], list[Gate]]]:
+        if draft is None:
+            return None, lambda _: []
+        self._progress(f"writing the draft, {draft.name}")
+        if isinstance(draft, ModelDraftPlan) and self.asked.draft_backend != "onnxruntime":
+            return self._model_draft(draft, target_vocab)
+        self._onnx.mkdir()
+        store = WeightStore(directory=self._onnx)
+        written = draft.write(self._onnx, store, target_vocab=target_vocab, trees=False)
+        if not any(self._onnx.iterdir()):
+            self._onnx.rmdir()
+        return written, written.gates
+
+    def _model_draft(
+        self, draft: ModelDraftPlan, target_vocab: int
+    ) -> tuple[WrittenDraft, Callable[[list[int]], list[Gate]]]:
+        precision, model = self.asked.draft_precision, draft.draft
+        graph = write_draft_graph(
+            model, precision, draft.context, self.scratch, target_vocab=target_vocab
+        )
+        vocabulary = DraftVocabulary(target_size=target_vocab, size=graph.vocab_size, d2t=model.d2t)
+        card = engine_card(model.checkpoint, graph, precision)
+        size = vocabulary.q_size(QOver.DRAFT)
+        self._draft_probs = lambda tokens: exact_probs(graph, size, tokens)
+
+        def gates(tokens: list[int]) -> list[Gate]:
+            found = draft_gates(model, graph, precision, vocabulary, tokens)
+            self.plan("draft", graph.path, draft_profiles(self.limits, draft.context))
+            return found
+
+        written = WrittenDraft(
+            card=ModelDraft(card=card),
+            vocab_size=vocabulary.q_size(QOver.DRAFT),
+            d2t=model.d2t,
+            gates=lambda tokens: gates(list(tokens)),
+        )
+        return written, gates
+
+    def accept(self, vocab: int, draft: WrittenDraft | None) -> None:
+        d2t = draft.d2t if draft else None
+        store = WeightStore(directory=self.scratch)
+        write_accept(vocab, draft.vocab_size if draft else None, d2t, store)
+        self.plan("accept", self.scratch / "accept.onnx", accept_profiles(self.limits))
+        if d2t is not None:
+            np.save(self._plans.parent / "d2t.npy", d2t.astype(np.int64))
+
+    def record(self, target: EngineGraph, draft: WrittenDraft | None, tokens: list[int]) -> None:
+        """What the machine with the GPU is held against, where it was computed here."""
+        logits = exact_logits(target, tokens)
+        if logits is None:
+            return
+        record(
+            self._plans.parent,
+            self.scratch / "accept.onnx",
+            tokens=tokens,
+            logits=logits,
+            draft_probs=self._draft_probs(tokens),
+            d2t=draft.d2t if draft else None,
+            draft_vocab=(draft.vocab_size if draft else None) or target.vocab_size,
+            max_draft_tokens=self.limits.max_draft_tokens,
+        )
+
+    def card(self) -> EngineCard:
+        return EngineCard(
+            library=self.asked.backend,
+            version=self._library.version,
+            compute_capabilities=self.asked.options.compute_capabilities,
+            draft_backend=self.asked.draft_backend,
+        )
+
+    def finish(self) -> None:
+        shutil.rmtree(self.scratch)
+
+
+def engine_card(
+    checkpoint: Checkpoint, graph: EngineGraph, precision: EnginePrecision
+) -> ModelCard:
+    """What the manifest says of a model that is an engine."""
+    return ModelCard(
+        name=checkpoint.name,
+        model_type=checkpoint.config.model_type,
+        revision=checkpoint.revision,
+        sha256=checkpoint.sha256(),
+        parameters=checkpoint.parameters,
+        precision=precision.name,
+        vocab_size=graph.vocab_size,
+        cache=replace(graph.cache),
+    )

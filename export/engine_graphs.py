@@ -1,0 +1,258 @@
+"""From an open checkpoint to the graphs that engines are built from, and their gates on the CPU.
+
+The graph is lowered twice from one trace: exactly, in f32, which is held against the eager model
+with the same rounded weights; and strongly typed, which the engine is built from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from engines.external_data import WeightStore, save
+from engines.tensorrt.lowering import lower, lower_exactly
+from runtime.contract import CacheSpec, GraphSpec, draft_graph, target_graph
+from runtime.engine_contract import engine_spec
+from runtime.errors import BuildError
+from runtime.executor import EngineOptions, Executor, cache_buffers
+from runtime.manifest import Gate
+from runtime.sampling import SamplingParams
+from runtime.sampling_inputs import SamplingInputs
+
+from . import gates
+from .checkpoint import Checkpoint
+from .draft import Draft
+from .draft_tail import append_draft_sampling
+from .draft_vocabulary import DraftVocabulary, QOver
+from .engine_precision import EnginePrecision
+from .gate_graph import GateGraph
+from .graphs import WrittenGraph, _bound, rounded_weights
+from .portable import fix_num_logits
+from .trace import cache_spec
+
+Array = np.ndarray
+AS_WRITTEN = EngineOptions(spin=False, as_written=True)
+Finish = Callable[[ir.Model], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineGraph(WrittenGraph):
+    """`path`: what the engine is built from; `exact`: the same in f32, where a gate will run it."""
+
+    path: Path
+    exact: Path | None
+
+    @property
+    def exact_cache(self) -> CacheSpec:
+        return replace(self.cache, dtype="float32")
+
+
+def write_target_graph(
+    checkpoint: Checkpoint, precision: EnginePrecision, max_context: int, scratch: Path
+) -> EngineGraph:
+    model = _bound(checkpoint, max_context)
+    vocab = checkpoint.config.vocab_size
+    return _written("target", model, checkpoint, precision, max_context, vocab, scratch)
+
+
+def write_draft_graph(
+    draft: Draft,
+    precision: EnginePrecision,
+    max_context: int,
+    scratch: Path,
+    *,
+    target_vocab: int,
+    q_over: QOver = QOver.DRAFT,
+) -> EngineGraph:
+    head_rows = draft.vocab_size if draft.d2t is not None else None
+    model = _bound(draft.checkpoint, max_context, head_rows=head_rows)
+    fix_num_logits(model, 1)
+
+    def sampling(lowered: ir.Model) -> None:
+        append_draft_sampling(lowered, draft.d2t, vocab_size=target_vocab, q_over=q_over)
+
+    return _written(
+        "draft", model, draft.checkpoint, precision, max_context, draft.vocab_size, scratch,
+        sampling,
+    )  # fmt: skip
+
+
+def _written(
+    name: str,
+    model: ir.Model,
+    checkpoint: Checkpoint,
+    precision: EnginePrecision,
+    max_context: int,
+    vocab_size: int,
+    scratch: Path,
+    finish: Finish = lambda _: None,
+) -> EngineGraph:
+    exact_path = None
+    rounded: frozenset[str] = frozenset()
+    if checkpoint.eager_bytes() <= gates.available_bytes():
+        exact = lower_exactly(model.clone(), precision.weights)
+        rounded = rounded_weights(exact, checkpoint)
+        finish(exact)
+        exact_path = save(exact, f"{name}.exact", WeightStore(directory=scratch))
+    lower(model, precision.dtype, precision.weights)
+    _check_quantized(name, model, precision)
+    finish(model)
+    path = save(model, name, WeightStore(directory=scratch))
+    cache = replace(cache_spec(checkpoint.config, max_context), dtype=precision.cache_dtype)
+    return EngineGraph(
+        cache=cache, vocab_size=vocab_size, rounded=rounded, path=path, exact=exact_path
+    )
+
+
+def _check_quantized(name: str, model: ir.Model, precision: EnginePrecision) -> None:
+    """Layers whose rows are no whole blocks keep their type; where that is all, it was a mistake.
+
+    Raises BuildError.
+    """
+    quantized = any(key.endswith(".codes") for key in model.graph.initializers)
+    if precision.weights is not None and not quantized:
+        raise BuildError(
+            f"--precision {precision.name}: received {name} in which no layer's input is a "
+            f"multiple of {precision.weights.block}. Expected some; choose smaller blocks, or int8."
+        )
+
+
+class EngineGateGraph(GateGraph):
+    """The lowered target on ONNX Runtime's CPU, reading no more cache rows than there are."""
+
+    @staticmethod
+    def _spec(cache: CacheSpec) -> GraphSpec:
+        return engine_spec(target_graph(cache))
+
+    @staticmethod
+    def _options() -> EngineOptions:
+        return AS_WRITTEN
+
+    def rows(self, tokens: Sequence[int]) -> Array:
+        count = len(tokens)
+        logits = np.zeros((1, count, self._vocab), np.float32)
+        inputs: dict[str, Array] = {
+            "input_ids": np.array([tokens], np.int64),
+            "past_lengths": np.array([self.length], np.int32),
+            "logit_slots": np.zeros(count, np.int32),
+            "context_slots": np.zeros(self.length + count, np.int32),
+            **self._past,
+        }
+        self._executor.bind(inputs, {"logits": logits, **self._present}).run()
+        self.length += count
+        return logits[0]
+
+
+def target_gates(
+    checkpoint: Checkpoint,
+    graph: EngineGraph,
+    precision: EnginePrecision,
+    tokens: Sequence[int],
+    k: int,
+) -> list[Gate]:
+    """The lowered graph against the eager model, k + 1 rows against row by row, a rollback, and
+    the strongly typed graph against the exact one. Raises GateFailed."""
+    if graph.exact is None:
+        return [_skipped("target parity", checkpoint)]
+    exact = EngineGateGraph(graph.exact, graph.exact_cache, graph.vocab_size)
+    narrow = exact
+    if precision.activations == "fp16":  # of bf16, ONNX Runtime's CPU has few kernels
+        narrow = EngineGateGraph(graph.path, graph.cache, graph.vocab_size)
+    found = [
+        gates.parity(
+            "target parity",
+            lambda: exact.in_chunks(tokens),
+            lambda: narrow.in_chunks(tokens),
+            checkpoint.load_eager,
+            tokens,
+            precision,
+            graph.rounded,
+            needs_bytes=checkpoint.eager_bytes(),
+        ),
+        gates.rows_at_once(exact, tokens, k),
+        gates.rollback(narrow, tokens, k),
+    ]
+    if narrow is exact:
+        reason = f"ONNX Runtime's CPU has no kernels for {precision.activations}"
+        return [*found, Gate(name="engine", status="skipped", reason=reason)]
+    return [*found, gates.engine_noise(narrow, exact, tokens, k, precision)]
+
+
+def exact_logits(graph: EngineGraph, tokens: Sequence[int]) -> Array | None:
+    """In f32 arithmetic: [len(tokens), vocab]; None where no gate could run."""
+    if graph.exact is None:
+        return None
+    return EngineGateGraph(graph.exact, graph.exact_cache, graph.vocab_size).in_chunks(tokens)
+
+
+def exact_probs(graph: EngineGraph, size: int, tokens: Sequence[int]) -> Array | None:
+    """q at temperature 1 behind each of the first tokens: [n, size]."""
+    if graph.exact is None:
+        return None
+    return _draft_probs(graph.exact, graph.exact_cache, size, tokens[: graph.cache.max_context])
+
+
+def draft_gates(
+    draft: Draft,
+    graph: EngineGraph,
+    precision: EnginePrecision,
+    vocabulary: DraftVocabulary,
+    tokens: Sequence[int],
+) -> list[Gate]:
+    """q against the eager draft. Raises GateFailed."""
+    if graph.exact is None:
+        return [_skipped("draft parity", draft.checkpoint)]
+    tokens = tokens[: graph.cache.max_context]
+    size, path = vocabulary.q_size(QOver.DRAFT), graph.exact
+
+    def probs() -> Array:
+        return _draft_probs(path, graph.exact_cache, size, tokens)
+
+    gate = gates.parity(
+        "draft parity",
+        probs,
+        probs,
+        draft.load_eager,
+        tokens,
+        precision,
+        graph.rounded,
+        needs_bytes=draft.checkpoint.eager_bytes(),
+    )
+    return [gate]
+
+
+def _draft_probs(path: Path, cache: CacheSpec, size: int, tokens: Sequence[int]) -> Array:
+    """q behind each prefix, at temperature 1: [len(tokens), size] f32."""
+    executor = Executor.load(path, engine_spec(draft_graph(cache)), AS_WRITTEN)
+    sampling = SamplingInputs(executor.axes["vocab"], rows=1)
+    sampling.begin(SamplingParams(temperature=1.0), ())
+    past = cache_buffers(cache.past(), cache.shape(1))
+    pairs = zip(cache.past(), cache.present(), strict=True)
+    present = {p.name: past[q.name] for q, p in pairs}
+    found = np.zeros((len(tokens), 1, 1, size), np.float32)
+    for i, token in enumerate(tokens):
+        inputs: dict[str, Any] = {
+            "input_ids": np.array([[token]], np.int64),
+            "past_lengths": np.array([i], np.int32),
+            "context_slots": np.zeros(i + 1, np.int32),
+            "draft_uniforms": np.zeros(1, np.float32),
+            "drafted_tokens": np.zeros((1, 0), np.int64),
+            "allowed_tokens": sampling.allowed,
+            **sampling.shared,
+            **past,
+        }
+        outputs: dict[str, Any] = {"draft_token": np.zeros((1, 1), np.int64)}
+        outputs |= {"draft_step_probs": found[i], **present}
+        executor.bind(inputs, outputs).run()
+    return found[:, 0, 0, : executor.axes["vocab"]]
+
+
+def _skipped(name: str, checkpoint: Checkpoint) -> Gate:
+    needed = f"{checkpoint.eager_bytes() / 1e9:.1f} GB"
+    reason = f"the eager model needs {needed} of memory, more than is free"
+    return Gate(name=name, status="skipped", reason=reason)

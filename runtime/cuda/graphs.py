@@ -1,0 +1,106 @@
+"""Opens the graphs of a bundle of engines: plans on the GPU, a draft's graph where it runs.
+
+Placement: with `--draft-backend onnxruntime` the draft is ONNX Runtime's, on the CPU. Its tokens
+and its rows of q cross to the GPU where accept reads them; nothing else does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from numpy.typing import NDArray
+
+from ..accept import AcceptStep
+from ..buffers import RoundBuffers
+from ..captured_programs import Program
+from ..captured_round import Bound, CapturedRounds, RoundEngines
+from ..contract import DRAFT_PROBS, DRAFT_STEP_PROBS, LOGITS, GraphSpec
+from ..draft_model import DraftModel
+from ..drafter import Drafter
+from ..engine_contract import context_buckets
+from ..executor import EngineOptions, Executor
+from ..manifest import Manifest
+from ..round import Rounds
+from ..target import TargetStep
+from ..tree_shape import Brancher
+from ..whole_rounds import WholeRounds
+from .call import CudaCall
+from .device import Device
+from .executor import CudaExecutor
+
+Array = NDArray[Any]
+RESERVE_BYTES = 512 << 20  # that captures leave free on the device
+_TARGETS_OWN = ("target", "accept")
+
+
+class EngineGraphs:
+    """One device for all of a bundle's plans."""
+
+    suffix = "plan"
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        """Raises BundleError and EngineError before anything is allocated."""
+        self.device = Device(path, manifest)
+        self._path, self._manifest = path, manifest
+        self._executors: dict[str, CudaExecutor] = {}
+        card = manifest.engines
+        assert card is not None
+        self._draft_on_gpu = card.draft_backend == card.library
+        plans = [name for name in manifest.files if name.startswith("engines/draft")]
+        # Of what only engines touch, nothing is copied; a lookup's q is written by the host.
+        self._resident = frozenset(
+            {LOGITS.name, *((DRAFT_PROBS.name, DRAFT_STEP_PROBS.name) if plans else ())}
+        )
+
+    def open(self, name: str, spec: GraphSpec, options: EngineOptions) -> Executor:
+        if name in _TARGETS_OWN or self._draft_on_gpu:
+            plan = self._path / "engines" / f"{name}.plan"
+            executor = CudaExecutor.load(self.device, plan, spec, self._resident)
+            self._executors[name] = executor
+            # The same protocol; the steps bind and run it as they do ONNX Runtime's.
+            return cast(Executor, executor)
+        return Executor.load(self._path / "onnx" / f"{name}.onnx", spec, options)
+
+    def rounds(
+        self,
+        buffers: RoundBuffers,
+        target: TargetStep,
+        drafter: Drafter | None,
+        accept: AcceptStep,
+        brancher: Brancher | None,
+    ) -> Rounds:
+        """Launched whole where the draft's engine is beside the target's."""
+        if not isinstance(drafter, DraftModel) or "draft" not in self._executors:
+            return Rounds(buffers, target, drafter, accept, brancher)
+        context = self._manifest.limits.max_context
+        captured = self._captured(target, drafter, context)
+        return WholeRounds(buffers, target, drafter, accept, captured, context)
+
+    def _captured(self, target: TargetStep, drafter: DraftModel, context: int) -> CapturedRounds:
+        device, executors = self.device, self._executors
+        engines = RoundEngines(
+            target=executors["target"],
+            draft=executors["draft"],
+            accept=executors["accept"],
+            target_caches=target.caches,
+            draft_caches=drafter.caches,
+        )
+
+        def make(calls: Sequence[Bound], rows: int, up: Array, down: Array) -> Program:
+            return device.capture(cast(Sequence[CudaCall], calls), rows, up=up, down=down)
+
+        return CapturedRounds(
+            engines,
+            vocab=self._manifest.target.vocab_size,
+            draft_vocab=self._manifest.draft_vocab_size,
+            contexts=context_buckets(context),
+            free_bytes=device.free_bytes,
+            reserve_bytes=RESERVE_BYTES,
+            allocate=device.memory.pinned,
+            make=make,
+        )
+
+    def close(self) -> None:
+        self.device.close()

@@ -1,0 +1,1 @@
+"""What only a GPU can settle, in one run: `scripts/gpu_check`."""

@@ -1,0 +1,104 @@
+"""A bundle under test: its steps, its captured rounds, and a way to the device's memory.
+
+A bundle of ONNX graphs is a subject, too: a rehearsal on the CPU, where copies are nothing and a
+captured round is its calls one by one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from runtime.arena import on_host
+from runtime.bundle import Bundle
+from runtime.captured_round import CapturedRounds, RoundEngines, sequentially
+from runtime.contract import GraphSpec
+from runtime.draft_model import DraftModel
+from runtime.engine import Graphs, load_rounds, open_graphs
+from runtime.engine_contract import context_buckets
+from runtime.executor import EngineOptions, Executor
+from runtime.whole_rounds import WholeRounds
+
+
+class Remembering:
+    """Opens graphs and keeps the executors, so that captured rounds share them."""
+
+    def __init__(self, graphs: Graphs) -> None:
+        self.suffix = graphs.suffix
+        self.graphs = graphs
+        self.executors: dict[str, Executor] = {}
+
+    def open(self, name: str, spec: GraphSpec, options: EngineOptions) -> Executor:
+        self.executors[name] = self.graphs.open(name, spec, options)
+        return self.executors[name]
+
+    def rounds(self, *steps):  # type: ignore[no-untyped-def]
+        return self.graphs.rounds(*steps)
+
+    def close(self) -> None:
+        self.graphs.close()
+
+
+class Subject:
+    def __init__(self, path: Path) -> None:
+        self.bundle = Bundle.load(path, verify=False)
+        self.manifest = self.bundle.manifest
+        self._graphs = Remembering(open_graphs(path, self.manifest))
+        #: None on the CPU
+        self.device: Any = getattr(self._graphs.graphs, "device", None)
+        options = EngineOptions(spin=False)
+        self.rounds = load_rounds(path, self.manifest, options, self._graphs)
+        self.buffers = self.rounds.buffers
+
+    @property
+    def executors(self) -> dict[str, Executor]:
+        return self._graphs.executors
+
+    @property
+    def drafts(self) -> bool:
+        """Whether a draft model's engine is where the target's is: what a round captures."""
+        return isinstance(self.rounds.drafter, DraftModel) and self._draft_beside_target
+
+    @property
+    def _draft_beside_target(self) -> bool:
+        card = self.manifest.engines
+        return card is None or card.draft_backend == card.library
+
+    def upload(self, array: np.ndarray) -> None:
+        if self.device is not None:
+            memory, twin = self.device.memory, self.device.mirrors.address(array)
+            memory.to_device(twin, array.ctypes.data, array.nbytes)
+
+    def download(self, array: np.ndarray) -> None:
+        if self.device is not None:
+            memory, twin = self.device.memory, self.device.mirrors.address(array)
+            memory.to_host(array.ctypes.data, twin, array.nbytes)
+            self.device.synchronize()
+
+    def captured(self) -> CapturedRounds:
+        """Those that decoding launches; on the CPU, the calls one by one."""
+        if isinstance(self.rounds, WholeRounds):
+            return self.rounds.captured
+        drafter = self.rounds.drafter
+        assert isinstance(drafter, DraftModel)
+        engines = RoundEngines(
+            target=self.executors["target"],
+            draft=self.executors["draft"],
+            accept=self.executors["accept"],
+            target_caches=self.rounds.target.caches,
+            draft_caches=drafter.caches,
+        )
+        return CapturedRounds(
+            engines,
+            vocab=self.manifest.target.vocab_size,
+            draft_vocab=self.manifest.draft_vocab_size,
+            contexts=context_buckets(self.manifest.limits.max_context),
+            free_bytes=lambda: 1 << 40,
+            allocate=on_host,
+            make=sequentially,
+        )
+
+    def close(self) -> None:
+        self._graphs.close()

@@ -1,0 +1,188 @@
+"""Whole bundles of engines, built without a GPU; what a machine without one says of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from export.build import BuildRequest, build
+from export.cli import app
+from runtime import Decoder
+from runtime.bundle import Bundle
+from runtime.cuda.driver import Gpu
+from runtime.cuda.plan import Shapes, check_gpu, check_version, choose_profile
+from runtime.errors import BuildError, BundleError, EngineError
+from runtime.manifest import EngineCard, Manifest
+
+rtx = pytest.importorskip(
+    "tensorrt_rtx", reason="tensorrt-rtx isn't installed: pip install tensorrt-rtx-cu13"
+)
+
+
+def _request(out: Path, target: Path, draft: Path | None, **options: object) -> BuildRequest:
+    request = BuildRequest(
+        target=str(target),
+        draft=str(draft) if draft else None,
+        out=out,
+        backend="tensorrt-rtx",
+        precision="fp16",
+        compute_capabilities=(89,),
+        max_draft_tokens=4,
+    )
+    return replace(request, **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def engines(kept_traces: None, build_root: Path, tiny_target: Path, tiny_draft: Path) -> Path:
+    return build(_request(build_root / "engines", tiny_target, tiny_draft))
+
+
+def test_a_bundle_of_engines_is_complete(engines: Path) -> None:
+    bundle = Bundle.load(engines)
+    manifest = bundle.manifest
+    assert manifest.backend == "tensorrt-rtx"
+    assert manifest.engines == EngineCard(
+        library="tensorrt-rtx",
+        version=rtx.__version__,
+        compute_capabilities=(89,),
+        draft_backend="tensorrt-rtx",
+    )
+    plans = {f"engines/{name}.plan" for name in ("target", "draft", "accept")}
+    assert plans <= set(manifest.files)
+    assert not [name for name in manifest.files if name.endswith((".onnx", ".data"))]
+    assert manifest.target.cache.dtype == "float16"
+    assert bundle.latency is None, "nothing was run, so nothing was measured"
+
+
+def test_its_graphs_were_held_against_the_checkpoints(engines: Path) -> None:
+    gates = {gate.name: gate for gate in Bundle.load(engines).manifest.gates}
+    assert set(gates) == {"target parity", "rows", "rollback", "engine", "draft parity"}
+    assert all(gate.status == "passed" for gate in gates.values())
+    noise = gates["engine"].figures["relative_error"]
+    assert isinstance(noise, float)
+    assert 1e-6 < noise < 0.05, "fp16 was computed in fp16"
+
+
+def test_inspect_says_what_the_plans_are_for(engines: Path) -> None:
+    result = CliRunner().invoke(app, ["inspect", str(engines)])
+    assert result.exit_code == 0, result.output
+    for text in (f"tensorrt-rtx {rtx.__version__}", "SM89", "draft runs on"):
+        assert text in result.output
+    found = json.loads(CliRunner().invoke(app, ["inspect", str(engines), "--json"]).output)
+    assert found["engines"]["compute_capabilities"] == [89]
+
+
+def test_a_machine_without_a_driver_says_so_once(engines: Path) -> None:
+    """The driver is what lacks here; where it is there, this machine runs the tests marked gpu."""
+    if _has_gpu():
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(EngineError, match=r"^CUDA: received cudaError\w+ .*Expected an NVIDIA GPU"):
+        Decoder.load(engines)
+
+
+def _has_gpu() -> bool:
+    from runtime.cuda.driver import Driver
+
+    try:
+        Driver().gpu()
+    except EngineError:
+        return False
+    return True
+
+
+def test_the_draft_may_run_on_the_cpu(
+    kept_traces: None, build_root: Path, tiny_target: Path, tiny_draft: Path
+) -> None:
+    asked = _request(
+        build_root / "beside", tiny_target, tiny_draft, precision="int8",
+        draft_backend="onnxruntime",
+    )  # fmt: skip
+    manifest = Bundle.load(build(asked)).manifest
+    assert {"engines/target.plan", "engines/accept.plan", "onnx/draft.onnx"} <= set(manifest.files)
+    assert "engines/draft.plan" not in manifest.files
+    assert manifest.engines is not None
+    assert manifest.engines.draft_backend == "onnxruntime"
+    assert (manifest.target.precision, manifest.draft_model.precision) == ("int8", "int8")  # type: ignore[union-attr]
+    assert manifest.draft_model.cache.dtype == "float32"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"precision": "fp7"}, r"--precision: received 'fp7'. Expected one of fp16, bf16, int8"),
+        ({"draft_precision": "fp32"}, r"--draft-precision: received 'fp32'"),
+        ({"compute_capabilities": (90,)}, r"--compute-capability: received 90"),
+        ({"draft_backend": "elsewhere"}, r"--draft-backend: received 'elsewhere'"),
+        ({"precision": "fp8", "compute_capabilities": (80,)}, r"for compute capability 80"),
+        ({"precision": "int4-128"}, r"int4-128.*no layer"),
+        ({"max_tree_nodes": 8}, r"--max-tree-nodes: received 8 with --backend tensorrt-rtx"),
+        ({"draft": "layer-skip", "skip_layers": "1"}, r"--draft: received .* with --backend"),
+        ({"backend": "tensorrt"}, r"--backend tensorrt: received no usable package"),
+        (
+            {"backend": "onnxruntime", "precision": "int8"},
+            r"--compute-capability: received it with --backend onnxruntime",
+        ),
+    ],
+)
+def test_what_engines_cannot_do_is_refused(
+    kept_traces: None,
+    tmp_path: Path,
+    tiny_target: Path,
+    tiny_draft: Path,
+    options: dict[str, object],
+    message: str,
+) -> None:
+    out = tmp_path / "bundle"
+    with pytest.raises(BuildError, match=message):
+        build(replace(_request(out, tiny_target, tiny_draft), **options))  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
+
+
+CARD = EngineCard(
+    library="tensorrt-rtx",
+    version="1.7.1.116",
+    compute_capabilities=(80, 89),
+    draft_backend="tensorrt-rtx",
+)
+
+
+def test_plans_of_another_version_or_gpu_are_refused() -> None:
+    check_version(CARD, "1.7.1.116")
+    with pytest.raises(BundleError, match=r"received version 1.8.0. Expected 1.7.1.116"):
+        check_version(CARD, "1.8.0")
+    gpu = Gpu(index=0, name="NVIDIA H200", compute_capability=90)
+    with pytest.raises(BundleError, match=r"received plans for compute capability 80, 89. .* 90,"):
+        check_gpu(CARD, gpu)
+    check_gpu(replace(CARD, compute_capabilities=()), gpu)
+
+
+def test_shapes_outside_every_profile_are_named() -> None:
+    held = [{"x": Shapes(least=(1, 1), most=(1, 1))}, {"x": Shapes(least=(1, 2), most=(2, 9))}]
+    assert choose_profile("t.plan", held, {"x": (1, 1)}) == 0
+    assert choose_profile("t.plan", held, {"x": (2, 9)}) == 1
+    with pytest.raises(EngineError, match=r"t\.plan: x: received \[1, 10\]. Expected \[1, 1\] to"):
+        choose_profile("t.plan", held, {"x": (1, 10)})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"backend": "onnxruntime"}, r"engines: received 'tensorrt-rtx' with backend"),
+        ({"engines": None}, r"onnx/target\.onnx"),
+    ],
+)
+def test_a_manifest_that_contradicts_itself_is_refused(
+    engines: Path, tmp_path: Path, change: dict[str, object], message: str
+) -> None:
+    import shutil
+
+    copy = shutil.copytree(engines, tmp_path / "copy")
+    raw = json.loads((copy / "manifest.json").read_text())
+    (copy / "manifest.json").write_text(json.dumps(raw | change))
+    with pytest.raises(BundleError, match=message):
+        Bundle.load(copy)
+    assert Manifest.from_json(json.dumps(raw)).engines is not None
