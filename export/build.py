@@ -47,7 +47,7 @@ from .graphs import WrittenGraph, write_accept, write_target
 from .limits import check_batch, check_draft_tokens, check_tree_nodes, target_context
 from .model_card import model_card
 from .model_draft import ModelDraftPlan
-from .precision import Precision, precision, refuse_backend
+from .precision import Precision, precision
 from .profile import measure, versions
 
 logger = logging.getLogger(__name__)
@@ -131,8 +131,6 @@ def _plan(request: BuildRequest) -> _Plan:
     engines = engine_build(request)
     chosen: Precision = precision(DRAFTS_BESIDE_ENGINES if engines else request.precision)
     chosen = replace(chosen, rows_alike=chosen.rows_alike and request.rows_alike)
-    if engines is None:
-        refuse_backend(chosen, request.backend)
     refuse_without_recipe(request.calibration, chosen)
     target = open_checkpoint(request.target)
     target.text_files()  # raises here rather than after minutes

@@ -58,7 +58,6 @@ class Precision:
     smooth: bool = False  # of eight_bits: SmoothQuant
     rule: RangeRule = RangeRule.ABSMAX  # of eight_bits: where inputs are cut off
     calibrated: bool = False
-    backends: tuple[str, ...] = ("onnxruntime",)
     for_drafts: str = ""
     # Filled by export.calibrated; a weight that they don't have is rounded to nearest.
     solved: SolvedWeights | None = None
@@ -123,14 +122,6 @@ PRECISIONS = {
             calibrated=True,
             for_drafts="int8",
         ),
-        Precision(
-            name="fp8",
-            format=_INT8,
-            eight_bits=EightBits.FP8,
-            calibrated=True,
-            backends=("tensorrt", "tensorrt-rtx"),
-            for_drafts="int8",
-        ),
     )
 }
 
@@ -140,17 +131,6 @@ def precision(name: str, flag: str = "--precision") -> Precision:
     if name not in PRECISIONS:
         raise BuildError(f"{flag}: received {name!r}. Expected one of {', '.join(PRECISIONS)}.")
     return PRECISIONS[name]
-
-
-def refuse_backend(chosen: Precision, backend: str) -> None:
-    """Raises BuildError where the backend can't carry the recipe."""
-    if backend not in chosen.backends:
-        able = [p.name for p in PRECISIONS.values() if backend in p.backends]
-        raise BuildError(
-            f"--precision: received {chosen.name} with --backend {backend}, which has no products "
-            f"of such numbers. Expected one of {', '.join(able)}, or --backend "
-            f"{' or '.join(chosen.backends)}."
-        )
 
 
 def draft_precision(name: str) -> Precision:
