@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from .generation import Chunk
     from .sequence import FinishReason
     from .stats import Stats
+    from .tree import Tree
+    from .tree_shape import DynamicTree, StaticTree, parse_tree
 
 __all__ = [
     "BuildError",
@@ -37,6 +39,7 @@ __all__ = [
     "CheckpointError",
     "Chunk",
     "Decoder",
+    "DynamicTree",
     "EngineError",
     "FinishReason",
     "GateFailed",
@@ -46,18 +49,25 @@ __all__ = [
     "OutriderError",
     "Result",
     "SamplingParams",
+    "StaticTree",
     "Stats",
+    "Tree",
     "UnsupportedModel",
     "VocabularyMismatch",
+    "parse_tree",
 ]
 
 _LAZY = {
     "Bundle": "bundle",
     "Chunk": "generation",
     "Decoder": "decoder",
+    "DynamicTree": "tree_shape",
     "FinishReason": "sequence",
     "Result": "decoder",
+    "StaticTree": "tree_shape",
     "Stats": "stats",
+    "Tree": "tree",
+    "parse_tree": "tree_shape",
 }
 
 

@@ -48,7 +48,8 @@ from runtime.uniforms import uniform_table
 NODES, CONTEXT = 24, 96
 PROMPT = "the hand and the quick hand and the quick"
 SHAPES = ("1x1x1", "3x2x1", "2x2x2", "dynamic:16:4:4", "dynamic:5:2:3", "[[0],[1],[0,0],[1,0]]")
-DRAFTERS = ("itself", "distilled", "ngram", "eagle", "medusa")
+SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("distilled", "medusa")]
+DRAFTERS = ["itself", "ngram", "eagle", *SLOW]
 GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.9, seed=7)
 
