@@ -136,9 +136,9 @@ class _Builder:
     ) -> tuple[WrittenDraft | None, Callable[[list[int]], list[Gate]]]:
         if draft is None:
             return None, lambda _: []
-        self._progress(f"writing the draft, {draft.name}")
         if isinstance(draft, ModelDraftPlan) and self.asked.draft_backend != "onnxruntime":
             return self._model_draft(draft, target_vocab)
+        self._progress(f"writing the draft, {draft.name}")
         self._onnx.mkdir()
         store = WeightStore(directory=self._onnx)
         written = draft.write(self._onnx, store, target_vocab=target_vocab, trees=False)
@@ -150,6 +150,7 @@ class _Builder:
         self, draft: ModelDraftPlan, target_vocab: int
     ) -> tuple[WrittenDraft, Callable[[list[int]], list[Gate]]]:
         precision, model = self.asked.draft_precision, draft.draft
+        self._progress(f"writing the draft, {model.checkpoint.name}, {precision.name}")
         graph = write_draft_graph(
             model, precision, draft.context, self.scratch, target_vocab=target_vocab
         )

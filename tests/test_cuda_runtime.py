@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import has_cuda
 from helpers_cuda import VERSION, FakeCuda, fake_plan, use_fake_device
 
 from engines.tensorrt import ranges
@@ -23,6 +24,7 @@ from runtime import Decoder, SamplingParams, engine_contract
 from runtime.bundle import Bundle
 from runtime.captured_round import RoundInputs
 from runtime.cuda.device import Device
+from runtime.cuda.driver import Driver
 from runtime.errors import BundleError, EngineError
 from runtime.uniforms import uniform_table
 from runtime.whole_rounds import WholeRounds
@@ -232,3 +234,47 @@ def test_a_call_beyond_the_profiles_is_an_error(bundle: Path, cuda: FakeCuda) ->
     ):
         call.run()
     check.close()
+
+
+@pytest.mark.skipif(has_cuda(), reason="this machine has a driver: the calls would do something")
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("cudaMalloc", (16,)),
+        ("cudaFree", (0,)),
+        ("cudaHostAlloc", (16, 0)),
+        ("cudaFreeHost", (0,)),
+        ("cudaMemsetAsync", (4096, 0, 16, "cudaStream_t")),
+        ("cudaMemcpyAsync", (4096, 8192, 16, "cudaMemcpyHostToDevice", "cudaStream_t")),
+        ("cudaStreamCreateWithFlags", ("cudaStreamNonBlocking",)),
+        ("cudaStreamSynchronize", ("cudaStream_t",)),
+        ("cudaStreamDestroy", ("cudaStream_t",)),
+        ("cudaStreamBeginCapture", ("cudaStream_t", "cudaStreamCaptureModeThreadLocal")),
+        ("cudaStreamEndCapture", ("cudaStream_t",)),
+        ("cudaGraphInstantiate", ("cudaGraph_t", 0)),
+        ("cudaGraphLaunch", ("cudaGraphExec_t", "cudaStream_t")),
+        ("cudaGraphDestroy", ("cudaGraph_t",)),
+        ("cudaGraphExecDestroy", ("cudaGraphExec_t",)),
+        ("cudaMemGetInfo", ()),
+        ("cudaGetDeviceCount", ()),
+        ("cudaGetDeviceProperties", (0,)),
+        ("cudaSetDevice", (0,)),
+    ],
+)
+def test_the_real_package_takes_what_the_stand_in_takes(
+    name: str, arguments: tuple[object, ...]
+) -> None:
+    """Without a driver a call with the right arguments says that there is none."""
+    driver = Driver()
+    given = [_real(driver.api, one) if isinstance(one, str) else one for one in arguments]
+    with pytest.raises(EngineError, match=r"Expected an NVIDIA GPU with its driver"):
+        driver.call(name, *given)
+    assert hasattr(FakeCuda, name)
+
+
+def _real(api: object, name: str) -> object:
+    for owner in ("cudaMemcpyKind", "cudaStreamCaptureMode"):
+        if hasattr(getattr(api, owner), name):
+            return getattr(getattr(api, owner), name)
+    found = getattr(api, name)
+    return found(0) if isinstance(found, type) else found

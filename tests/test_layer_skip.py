@@ -80,7 +80,7 @@ def load(bundle: Path) -> Rounds:
 
 
 def rows_of(rounds: Rounds, layer: int, count: int) -> np.ndarray:
-    return rounds.target._caches[f"past_key_values.{layer}.key"][0, :, :count].copy()
+    return rounds.target.caches[f"past_key_values.{layer}.key"][0, :, :count].copy()
 
 
 # The bundle

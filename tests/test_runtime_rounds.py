@@ -125,7 +125,7 @@ def test_rollback_then_replay_writes_the_same_bits(decoder: Decoder) -> None:
     for k in (4, 0):
         decoder.generate(PROMPT, greedy(50), num_draft_tokens=k)
         rows = lengths(decoder)[0]
-        caches[k] = rounds.target._caches["past_key_values.0.key"][:, :, :rows].copy()
+        caches[k] = rounds.target.caches["past_key_values.0.key"][:, :, :rows].copy()
     np.testing.assert_array_equal(caches[4], caches[0])
     tokens = [*PROMPT, *reference_greedy(TABLE, PROMPT, 50)]
     assert caches[0].ravel().tolist() == tokens[:-1]

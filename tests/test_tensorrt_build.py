@@ -145,6 +145,20 @@ def test_weights_stay_compressed_in_the_plan(library: Library, kind: str, tmp_pa
         assert len(plan.data) < 1.3 * weights + 500_000, "unpacked it would be twice as much"
 
 
+def test_profiles_share_the_weights(library: Library, tmp_path: Path) -> None:
+    """A profile with one row beside others would keep them twice."""
+    model = graph_of(
+        """g (float[batch,query_len,1024] x, float[1024,1024] w) => (float[batch,query_len,1024] y)
+        { t = Transpose<perm=[1,0]>(w)  y = MatMul(x, t) }""",
+        {"w": random(1024, 1024)},
+    )
+    path = written(lower(model, NARROW["fp16"]), "linear", tmp_path)
+    options = BuildOptions(compute_capabilities=(89,))
+    for profiles in (target_profiles(LIMITS), draft_profiles(LIMITS, CONTEXT)):
+        plan = build_plan(library, path, profiles, options)
+        assert len(plan.data) < 1.3 * plan.weight_bytes
+
+
 @pytest.mark.parametrize(("kind", "least"), [("fp8", 89), ("fp4", 100)])
 def test_a_type_that_a_target_lacks_is_refused(
     library: Library, kind: str, least: int, tmp_path: Path
@@ -171,8 +185,8 @@ def test_buckets_and_profiles_cover_the_limits() -> None:
     assert context_buckets(48) == (48,)
     assert [bucket_for(n, 1000) for n in (1, 256, 257, 1000)] == [256, 256, 512, 1000]
     verify = target_profiles(LIMITS)[-1]
-    assert verify.ranges["query_len"] == Range(least=2, usual=3, most=5)
+    assert verify.ranges["query_len"] == Range(least=1, usual=3, most=5)
     assert target_profiles(LIMITS)[0].ranges["query_len"].most == CONTEXT
     plain = Limits(max_batch=1, max_context=CONTEXT, max_draft_tokens=0)
-    assert [p.name for p in target_profiles(plain)] == ["prefill", "decode"]
+    assert target_profiles(plain)[1].ranges["query_len"] == Range(least=1, usual=1, most=2)
     assert draft_profiles(LIMITS, 32)[1].ranges["query_len"].most == 2

@@ -60,6 +60,6 @@ def check_size(name: str, plan_bytes: int, weight_bytes: int) -> None:
     if plan_bytes > most:
         raise BuildError(
             f"{name}: received a plan of {plan_bytes:,} bytes for weights of {weight_bytes:,}. "
-            f"Expected at most {most:,}: the builder unpacked quantized weights; choose another "
-            "--precision, and please report this."
+            f"Expected at most {most:,}: the builder unpacked weights, or keeps them twice; choose "
+            "another --precision, and please report this."
         )

@@ -75,6 +75,7 @@ class Device:
 
     def context(self, engine: Engine, profile: int) -> Any:
         if self._scratch is None:
+            self.memory.require(self._scratch_bytes, "the engines' scratch memory")
             self._scratch = self.memory.device(self._scratch_bytes)
         return engine.context(profile, int(self.stream), self._scratch.address, self._scratch_bytes)
 

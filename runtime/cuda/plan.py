@@ -114,14 +114,28 @@ class Engine:
 
     def context(self, profile: int, stream: Any, scratch: int, size: int) -> Any:
         """An execution context on the shared scratch memory, with one profile for good."""
-        strategy = self._api.ExecutionContextAllocationStrategy.USER_MANAGED
-        context = self.engine.create_execution_context(strategy)
+        context = self.engine.create_execution_context(self._strategy())
         if context is None:
             raise EngineError(f"{self.where}: received no execution context; see the log.")
         context.set_device_memory(scratch, size)
         if not context.set_optimization_profile_async(profile, stream):
             raise EngineError(f"{self.where}: profile {profile} was refused.")
         return context
+
+    def _strategy(self) -> Any:
+        """Scratch memory is given; kernels are there for good once a context has run.
+
+        TensorRT-RTX compiles kernels for the shapes that it meets, by default in the background,
+        and would go on to others behind a CUDA graph's back.
+        """
+        given = self._api.ExecutionContextAllocationStrategy.USER_MANAGED
+        specialization = getattr(self._api, "DynamicShapesKernelSpecializationStrategy", None)
+        if specialization is None:
+            return given
+        config = self.engine.create_runtime_config()
+        config.set_execution_context_allocation_strategy(given)
+        config.dynamic_shapes_kernel_specialization_strategy = specialization.EAGER
+        return config
 
     def _check_validity(self, library: Library, data: bytes) -> None:
         """TensorRT-RTX tells beforehand, and why."""

@@ -104,6 +104,8 @@ def plans(check: Check) -> Figures:
             continue
         validity, bits = ask(plan.read_bytes())
         found[plan.stem] = f"{validity.name}, diagnostics {int(bits):#x}"
+    if any(str(value).startswith("INVALID") for value in found.values()):
+        raise Failed(f"received {found}. Expected plans that this GPU can run")
     return found
 
 
