@@ -25,7 +25,7 @@ from tiny_heads import (
 )
 
 from export.build import BuildRequest, build
-from export.certificates import frequency
+from export.certificates import frequency, greedy
 from export.certificates.target_rows import TargetRows
 from runtime import (
     Decoder,
@@ -270,3 +270,10 @@ def test_a_build_refuses_what_no_tree_is(
 
 def test_the_vocabulary_is_wide_enough_to_rank() -> None:
     assert VOCAB > 8
+
+
+def test_a_row_among_siblings_moves_by_rounding_alone(bundle: Path) -> None:
+    """What `check` takes for the noise of a tree: in f32 next to nothing."""
+    rounds = rounds_of(bundle)
+    noise = greedy.tree_noise(TargetRows(rounds, CONTEXT), [[5 + i % 9 for i in range(12)]])
+    assert 0 <= noise < 1e-4

@@ -28,6 +28,7 @@ from .texts import library_texts
 Progress = Callable[[str], None]
 REPORT = "reports/certificates.json"
 PROMPT_TOKENS = 20
+TREE_PROMPTS = 20  # that show how much a row's margin moves among a tree's
 SAMPLED_PROMPT_TOKENS = 129  # a whole chunk that is read once, and the row behind it
 
 
@@ -81,6 +82,9 @@ def _certificates(bundle: Bundle, effort: Effort, progress: Progress) -> Iterato
         rows, prompts, k, lambda done: progress(f"greedy: {done} of {len(prompts)} prompts")
     )
     yield of_greedy
+    noise = of_greedy.figures["noise"]
+    if rows.rounds.brancher is not None:
+        noise = max(noise, greedy.tree_noise(rows, prompts[:TREE_PROMPTS]))
     with Decoder.load(bundle.path, verify=False, spin=effort.spin) as decoder:
         yield frequency.certify(
             decoder,
@@ -88,7 +92,7 @@ def _certificates(bundle: Bundle, effort: Effort, progress: Progress) -> Iterato
             sampled_prompt(bundle),
             effort.samples,
             lambda text: progress(f"frequency: {text}"),
-            noise=of_greedy.figures["noise"],
+            noise=noise,
         )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from runtime.round import Rounds
+from runtime.tree import Tree
 
 from .report import Certificate, judged
 from .target_rows import GREEDY, TargetRows
@@ -113,6 +114,34 @@ def _noise(rows: TargetRows, prompt: list[int], plain: Plain, k: int) -> float:
         for row, i in pairs:
             worst = max(worst, _change(row, rounds.buffers.logits[0, i]))
     return worst
+
+
+def tree_noise(rows: TargetRows, prompts: Sequence[Sequence[int]]) -> float:
+    """The same of a tree: every token of the plain text stands behind a sibling that is wrong.
+
+    Such a row looks at the same rows as in a chain, but they lie elsewhere in the cache, so that
+    sums over them are rounded otherwise.
+    """
+    worst = 0.0
+    for prompt in prompts:
+        plain = _plain(rows, list(prompt))
+        worst = max(worst, _among_siblings(rows.rounds, list(prompt), plain))
+    return worst
+
+
+def _among_siblings(rounds: Rounds, prompt: list[int], plain: Plain) -> float:
+    path = plain.tokens[: 1 + rounds.buffers.max_nodes // 2]
+    block, parents = [path[0]], list[int]()
+    for i, token in enumerate(path[1:]):
+        block += [path[0], token]
+        parents += [2 * i, 2 * i]
+    tree = Tree(tuple(parents))
+    rounds.target.length = len(prompt)
+    rounds.buffers.query(len(block))[0] = block
+    rounds.buffers.tree(tree.size).set(tree)
+    rounds.target.verify_tree(len(block))
+    found = rounds.buffers.logits[0, 0 : len(block) : 2]
+    return max(_change(row, other) for row, other in zip(plain.rows[1:], found, strict=False))
 
 
 def _drafted(rows: TargetRows, prompt: list[int], first: int, k: int) -> tuple[list[int], int]:
