@@ -100,7 +100,7 @@ def test_a_draft_length_beyond_the_bundle_names_the_limit(bundle: Path) -> None:
 @pytest.mark.parametrize(
     ("option", "value", "word"),
     [
-        ("-k", "fast", "Expected numbers and auto"),
+        ("-k", "fast", "Expected numbers, auto and trees"),
         ("--tasks", "mmlu", "Expected one of shipped, humaneval, rewrite"),
         ("--prompts", "nowhere.jsonl", "can't be read"),
         ("--repeats", "0", "--repeats"),
@@ -177,7 +177,8 @@ def test_rates_are_summed_before_they_are_divided() -> None:
     def sample(contestant: Contestant, repeat: int, tokens: int, seconds: float) -> Sample:
         prompt = Prompt(id=f"{tokens}", category="c", content="x")
         counts = {"num_output_tokens": tokens + 1, "num_decode_tokens": tokens}
-        times = {"decode_s": seconds, "draft_s": 0, "verify_s": seconds / 2, "accept_s": 0}
+        times = {"decode_s": seconds, "verify_s": seconds / 2}
+        times |= dict.fromkeys(("draft_s", "accept_s", "compact_s"), 0)
         steps = {"num_spec_steps": 0, "num_plain_steps": tokens, "num_draft_tokens": 0}
         rest = {"num_accepted_draft_tokens": 0, "ttft_s": 1.0, "overhead_s": seconds / 2}
         stats = {**counts, **times, **steps, **rest, "acceptance_histogram": [0, 0]}

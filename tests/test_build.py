@@ -369,6 +369,7 @@ def test_inspect(int4_bundle: Path) -> None:
         "max_batch": 1,
         "max_context": POSITIONS,
         "max_draft_tokens": K,
+        "max_tree_nodes": 0,
     }
     assert [gate["name"] for gate in raw["gates"]] == [gate.name for gate in manifest.gates]
     assert [row["k"] for row in raw["predicted_speedup"]] == [1, 2, 3, 4]

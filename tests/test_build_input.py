@@ -159,7 +159,7 @@ def test_trace_that_fails(copy: Path, out: Path, monkeypatch: pytest.MonkeyPatch
     [
         (["--precision", "int3"], "--precision: received 'int3'. Expected one of fp32, int8, int4"),
         (["--draft-precision", "fp8"], "--draft-precision: received 'fp8'"),
-        (["--backend", "tensorrt"], "--backend: received 'tensorrt'. Expected one of onnxruntime"),
+        (["--backend", "vulkan"], "--backend: received 'vulkan'. Expected one of onnxruntime"),
         (["--max-batch", "2"], "--max-batch: received 2. Expected 1"),
         (["--max-batch", "0"], "--max-batch: received 0. Expected 1"),
         (

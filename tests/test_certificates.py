@@ -214,13 +214,14 @@ def test_greedy_of_a_sound_bundle(bundle: Bundle) -> None:
 def test_greedy_catches_a_row_taken_from_the_wrong_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def previous(op: Op, given, drawable):
+    def previous(op: Op, given, drafts):
         """Every row but the first is judged by the row before it."""
         best = op.ArgMax(given.logits, axis=2, keepdims=0)
         shifted = op.Concat(op.Slice(best, [0], [1], [1]), op.Slice(best, [0], [-1], [1]), axis=1)
-        matches = op.Equal(given.draft_tokens, op.Slice(shifted, [0], [-1], [1]))
-        accepted = accept_graph._leading(op, op.And(matches, drawable))
-        return [op.Squeeze(accepted, [1]), op.GatherND(shifted, accepted, batch_dims=1)]
+        matches = op.Equal(given.draft_tokens, op.GatherElements(shifted, given.parents, axis=1))
+        accepted, last = accept_graph._path(op, given, op.And(matches, drafts.drawable))
+        token = op.GatherElements(shifted, last, axis=1)
+        return [op.Squeeze(x, [1]) for x in (accepted, token, last)]
 
     monkeypatch.setattr(accept_graph, "_greedy", previous)
     faulty = Bundle.load(tiny(tmp_path / "bundle"))
