@@ -15,31 +15,19 @@ from onnxscript.rewriter.ort_fusions.skip_normalization import (
     fuse_skip_layer_normalization,
     fuse_skip_rms_normalization,
 )
-from onnxscript.rewriter.rules.fusion._layer_norm import LayerNormFusion
 
-from ..matching import attribute, drop_dead, last_dim, producer, replace, sole_consumer
+from ..matching import attribute, drop_dead, producer, replace, sole_consumer
+from ..norm_rules import LAYER_NORM, OneVectorScale
 
 logger = logging.getLogger(__name__)
 
 _NORMS = ("LayerNormalization", "SimplifiedLayerNormalization")
 
 
-class _RmsNorm(RmsNormFusion):
-    def check(self, op, x, scale, epsilon, compute_dtype=None, target_dtype=None, **_):  # type: ignore[no-untyped-def]
-        if not _is_vector_over(scale, x):
-            return pattern.MatchResult().fail("the scale isn't one vector", scale)
-        return super().check(op, x, scale, epsilon, compute_dtype, target_dtype)
+class _RmsNorm(OneVectorScale, RmsNormFusion):
+    """The library's, where the scale is one vector."""
 
 
-class _LayerNorm(LayerNormFusion):
-    def check(self, context, x, scale, epsilon, **_):  # type: ignore[no-untyped-def]
-        if not _is_vector_over(scale, x):
-            return pattern.MatchResult().fail("the scale isn't one vector", scale)
-        return super().check(context, x, epsilon)
-
-
-# In this order: behind its mean, a layer norm without bias is an RMS norm.
-_LAYER_NORM = pattern.RewriteRuleSet([_LayerNorm.rule("LayerNormWithoutBias")], commute=True)
 _RMS_NORM = pattern.RewriteRuleSet(
     [
         _RmsNorm.rule("RmsNormScaleFirst", _mul_order=False),
@@ -50,18 +38,13 @@ _RMS_NORM = pattern.RewriteRuleSet(
 
 class NormalizationPass(ir.passes.InPlacePass):
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        fused = _LAYER_NORM.apply_to_model(model) + _RMS_NORM.apply_to_model(model)
+        fused = LAYER_NORM.apply_to_model(model) + _RMS_NORM.apply_to_model(model)
         skipped = fuse_skip_rms_normalization(model) + fuse_skip_layer_normalization(model)
         if skipped:
             model.graph.opset_imports["com.microsoft"] = 1
         moved = _norms_before_transposes(model)
         logger.info("norms: %d fused, %d with their residual", fused, skipped)
         return ir.passes.PassResult(model, modified=bool(fused + skipped + moved))
-
-
-def _is_vector_over(scale: ir.Value, x: ir.Value) -> bool:
-    size = last_dim(x)
-    return size is not None and scale.shape is not None and list(scale.shape) == [size]
 
 
 def _norms_before_transposes(model: ir.Model) -> int:

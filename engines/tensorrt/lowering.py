@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-
 import onnx_ir as ir
 
-from runtime.errors import BuildError, OutriderError
-
+from ..apply import apply_passes
 from ..onnxruntime.conv1d import GemmToLinearPass
 from ..onnxruntime.full_precision import FoldTransposePass
 from ..weight_expressions import FoldWeightExpressionsPass
@@ -17,8 +14,6 @@ from .rotary import RotaryEmbeddingPass
 from .shape_inputs import ContextBucketPass, LogitSlotsPass
 from .strong_types import StrongTypesPass
 from .weight_only import WeightFormat, WeightOnlyPass
-
-logger = logging.getLogger(__name__)
 
 
 def exact_passes(weights: WeightFormat | None = None) -> list[ir.passes.PassBase]:
@@ -39,26 +34,9 @@ def exact_passes(weights: WeightFormat | None = None) -> list[ir.passes.PassBase
 
 def lower_exactly(model: ir.Model, weights: WeightFormat | None = None) -> ir.Model:
     """Lower the portable graph in place, all in f32. Raises BuildError naming the pass."""
-    return _apply(model, exact_passes(weights))
+    return apply_passes(model, exact_passes(weights))
 
 
 def lower(model: ir.Model, dtype: ir.DataType, weights: WeightFormat | None = None) -> ir.Model:
     """The same, strongly typed; `weights` None keeps them in `dtype`. Errors as above."""
-    return _apply(model, [*exact_passes(weights), StrongTypesPass(dtype)])
-
-
-def _apply(model: ir.Model, steps: list[ir.passes.PassBase]) -> ir.Model:
-    for step in steps:
-        name = type(step).__name__
-        try:
-            result = step(model)
-        except OutriderError:
-            raise
-        except Exception as error:  # a pass may fail in any way on a graph that it didn't expect
-            cause = error.__cause__ or error
-            raise BuildError(
-                f"lowering pass {name}: {cause}. Expected a portable graph that it can rewrite; "
-                "please report the model with its config.json."
-            ) from error
-        logger.info("%s: %s", name, "changed" if result.modified else "no change")
-    return model
+    return apply_passes(model, [*exact_passes(weights), StrongTypesPass(dtype)])

@@ -8,28 +8,16 @@ from __future__ import annotations
 
 import onnx_ir as ir
 from onnxscript.rewriter import pattern
-from onnxscript.rewriter.rules.fusion._layer_norm import LayerNormFusion
 from onnxscript.rewriter.rules.fusion._rms_normalization import RmsNormFusion
 
-from ..matching import drop_dead, last_dim
+from ..matching import drop_dead
+from ..norm_rules import LAYER_NORM, OneVectorScale
 
 
-class _RmsNorm(RmsNormFusion):
-    def check(self, op, x, scale, epsilon, compute_dtype=None, target_dtype=None, **_):  # type: ignore[no-untyped-def]
-        if not _is_vector_over(scale, x):
-            return pattern.MatchResult().fail("the scale isn't one vector", scale)
-        return super().check(op, x, scale, epsilon, compute_dtype, target_dtype)
+class _RmsNorm(OneVectorScale, RmsNormFusion):
+    """The library's, where the scale is one vector."""
 
 
-class _LayerNorm(LayerNormFusion):
-    def check(self, context, x, scale, epsilon, **_):  # type: ignore[no-untyped-def]
-        if not _is_vector_over(scale, x):
-            return pattern.MatchResult().fail("the scale isn't one vector", scale)
-        return super().check(context, x, epsilon)
-
-
-# In this order: behind its mean, a layer norm without bias is an RMS norm.
-_LAYER_NORM = pattern.RewriteRuleSet([_LayerNorm.rule("LayerNormWithoutBias")], commute=True)
 _RMS_NORM = pattern.RewriteRuleSet(
     [
         _RmsNorm.rule("RmsNormScaleFirst", mul_order=False),
@@ -42,12 +30,7 @@ class StandardNormsPass(ir.passes.InPlacePass):
     """Ensures that a norm over the last axis is one operator of the standard."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        fused = _LAYER_NORM.apply_to_model(model) + _RMS_NORM.apply_to_model(model)
+        fused = LAYER_NORM.apply_to_model(model) + _RMS_NORM.apply_to_model(model)
         if fused:
             drop_dead(model)
         return ir.passes.PassResult(model, modified=bool(fused))
-
-
-def _is_vector_over(scale: ir.Value, x: ir.Value) -> bool:
-    size = last_dim(x)
-    return size is not None and scale.shape is not None and list(scale.shape) == [size]
