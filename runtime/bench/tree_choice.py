@@ -61,14 +61,16 @@ def choose_tree(name: str, decoder: Decoder, samples: Sequence[Sample]) -> TreeC
         rounds, sorted({0, *sizes, *range(1, len(rates) + 1)} & set(range(limit + 1)))
     )
     level_s = _level_s(with_trees)
+    chains_drafted = [s for s in ours if isinstance(s.run.contestant.draft_length, int)]
+    step_s = _level_s(chains_drafted) or level_s  # one row at a time: a chain's costs less
     overhead_s = _part_s(with_trees, "accept") + _part_s(with_trees, "overhead")
     plain_s = verify_s[0] + overhead_s
 
     def cost(nodes: int) -> float:
         return verify_s[min(size for size in verify_s if size >= nodes)]
 
-    def sized(tree: Tree, chances: list[float]) -> Sized:
-        tokens, draft_s = 1 + sum(chances), level_s * tree.depth
+    def sized(tree: Tree, chances: list[float], each_s: float) -> Sized:
+        tokens, draft_s = 1 + sum(chances), each_s * tree.depth
         counts = [tree.depths.count(depth) for depth in range(1, tree.depth + 1)]
         return Sized(
             nodes=tree.size,
@@ -80,8 +82,8 @@ def choose_tree(name: str, decoder: Decoder, samples: Sequence[Sample]) -> TreeC
             tokens_per_s=tokens / (cost(tree.size) + draft_s + overhead_s),
         )
 
-    chains = [sized(*best_chain(rates, size)) for size in sizes]
-    trees = [sized(*best_tree(rates, size)) for size in sizes]
+    chains = [sized(*best_chain(rates, size), step_s) for size in sizes]
+    trees = [sized(*best_tree(rates, size), level_s) for size in sizes]
     return TreeChoice(
         bundle=name,
         rates=[list(row) for row in rates],
