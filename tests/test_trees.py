@@ -13,6 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers_build import K, places
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_tree import trees
 from tiny_checkpoints import VOCAB, llama_config, save
 from tiny_heads import (
     HIDDEN,
@@ -182,6 +185,40 @@ def test_after_a_tree_the_caches_are_a_clean_runs(bundle: Path, shape: str) -> N
             np.testing.assert_allclose(*states, atol=2e-5)
     if rounds.drafter is not None:
         assert rounds.drafter.length <= len(tokens) - 1
+
+
+@given(data=st.data())
+@settings(
+    deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_random_trees_leave_the_caches_of_a_clean_run(
+    pair: tuple[Rounds, Rounds], data: st.DataObject
+) -> None:
+    """After each round, and after taking some of its tokens back."""
+    rounds, clean = pair
+    prompt = data.draw(st.lists(st.integers(5, 40), min_size=2, max_size=20))
+    uniforms = uniform_table(data.draw(st.integers(0, 99)), CONTEXT, 8)
+    for one in pair:
+        one.forget()
+        one.begin(SAMPLED, prompt)
+    tokens = [*prompt, *rounds.prefill(prompt, uniforms).tokens]
+    for _ in range(3):
+        shape = StaticTree(tree=data.draw(trees(most=6)))
+        start = len(tokens)
+        tokens += rounds.run_tree(tokens, shape, NODES, uniforms).tokens
+        del tokens[start + data.draw(st.integers(1, len(tokens) - start)) :]
+        rounds.rollback(len(tokens))
+        length = rounds.target.length
+        assert length == len(tokens) - 1
+        clean.forget()
+        clean.prefill(tokens, uniforms)
+        ours, theirs = (one.target._rows[..., :length, :] for one in pair)
+        np.testing.assert_allclose(ours, theirs, atol=2e-5)
+
+
+@pytest.fixture(scope="module")
+def pair(bundle: Path) -> tuple[Rounds, Rounds]:
+    return rounds_of(bundle), rounds_of(bundle)
 
 
 def test_a_tree_after_chains_and_chains_after_a_tree(decoder: Decoder) -> None:
