@@ -5,6 +5,7 @@ Five drafters of a tiny f32 target: itself, a distilled model, lookup, an EAGLE-
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,10 +27,12 @@ from tiny_heads import (
     published_config,
     write_head,
 )
+from typer.testing import CliRunner
 
 from export.build import BuildRequest, build
 from export.certificates import frequency, greedy
 from export.certificates.target_rows import TargetRows
+from export.cli import app
 from runtime import (
     Decoder,
     FinishReason,
@@ -314,3 +317,20 @@ def test_a_row_among_siblings_moves_by_rounding_alone(bundle: Path) -> None:
     rounds = rounds_of(bundle)
     noise = greedy.tree_noise(TargetRows(rounds, CONTEXT), [[5 + i % 9 for i in range(12)]])
     assert 0 <= noise < 1e-4
+
+
+def test_check_proves_trees_where_a_bundle_makes_them(
+    bundle: Path, request: pytest.FixtureRequest
+) -> None:
+    if "ngram" not in request.node.name:
+        pytest.skip("the certificates ask the same of every drafter; one is enough")
+    shown = CliRunner().invoke(
+        app, ["check", str(bundle), "--prompts", "5", "--samples", "60"], env={"COLUMNS": "200"}
+    )
+    assert shown.exit_code == 0, shown.output
+    assert "tree law" in shown.output
+    certificates = json.loads((bundle / "reports" / "certificates.json").read_text())
+    status = {one["name"]: one["status"] for one in certificates["certificates"]}
+    assert status == dict.fromkeys(("contract", "law", "tree law", "greedy", "frequency"), "passed")
+    inspected = CliRunner().invoke(app, ["inspect", str(bundle), "--json"])
+    assert json.loads(inspected.output)["limits"]["max_tree_nodes"] == NODES

@@ -55,6 +55,7 @@ def _contract(figures: Figures) -> str:
 
 _SAID: dict[str, Callable[[Figures], str]] = {
     "law": _law,
+    "tree law": _law,
     "frequency": _frequency,
     "greedy": _greedy,
     "contract": _contract,
