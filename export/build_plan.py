@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from engines.tensorrt.build import BuildOptions, check_targets, check_types
-from engines.tensorrt.library import load
+from engines.tensorrt.package import load
 from runtime.errors import BuildError
 from runtime.manifest import ENGINE_LIBRARIES, Limits
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from engines.external_data import WeightStore
 from engines.tensorrt.build import BuildOptions, TimingCache, build_plan
-from engines.tensorrt.library import Library, load
+from engines.tensorrt.package import Library, load
 from engines.tensorrt.ranges import Profile, accept_profiles, draft_profiles, target_profiles
 from runtime.cards import ModelCard, ModelDraft
 from runtime.errors import BuildError
@@ -198,7 +198,7 @@ class _Builder:
 
     def card(self) -> EngineCard:
         return EngineCard(
-            library=self.asked.backend,
+            package=self.asked.backend,
             version=self._library.version,
             compute_capabilities=self.asked.options.compute_capabilities,
             draft_backend=self.asked.draft_backend,

@@ -91,7 +91,7 @@ def _engines(manifest: Manifest) -> dict[str, str]:
         return {}
     targets = ", ".join(f"SM{one}" for one in card.compute_capabilities)
     return {
-        "engines": f"{card.library} {card.version}",
+        "engines": f"{card.package} {card.version}",
         "compute capabilities": targets or "all that the library builds for, or the GPU at hand",
         "draft runs on": card.draft_backend,
     }

@@ -93,10 +93,6 @@ class BranchCalls:
             tokens=bound.top_tokens[0].copy(), probs=bound.top_probs[0].copy(), seconds=seconds
         )
 
-    def column(self, row: int) -> int:
-        """Of a row that was grown."""
-        return self._grown.index(row)
-
     def stop(self) -> None:
         """Forget the tree."""
         self.rows -= len(self._grown)

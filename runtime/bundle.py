@@ -123,7 +123,7 @@ def _graph_files(manifest: Manifest) -> list[str]:
     engines = manifest.engines
     if engines is None:
         return [f"onnx/{name}.onnx" for name in ("target", "accept", *graphs)]
-    own = engines.draft_backend == engines.library
+    own = engines.draft_backend == engines.package
     drafts = [f"engines/{name}.plan" if own else f"onnx/{name}.onnx" for name in graphs]
     return ["engines/target.plan", "engines/accept.plan", *drafts]
 
@@ -161,10 +161,10 @@ def _check_backend(manifest: Manifest) -> None:
         )
     card = manifest.engines
     if (manifest.backend if manifest.backend in ENGINE_LIBRARIES else None) != (
-        card.library if card else None
+        card.package if card else None
     ):
         raise BundleError(
-            f"manifest.json: engines: received {card and card.library!r} with backend "
+            f"manifest.json: engines: received {card and card.package!r} with backend "
             f"{manifest.backend!r}. Expected the same library; rebuild the bundle."
         )
     built, installed = manifest.versions.get("onnxruntime"), _installed_version()

@@ -22,10 +22,9 @@ class EagleBrancher:
 
     def __init__(self, graph: Executor, head: EagleDrafter) -> None:
         self._head = head
-        size, width = head.window.size, head.state_width
         self._fed: dict[int, Array] = {}  # states that a call of so many rows reads
         self._given: dict[int, Array] = {}  # and gives, of the rows that it ranks
-        self._size, self._width = size, width
+        self._width = head.state_width
         self._states: dict[int, Array] = {}  # row of the tree → the state that it was given
         lengths = head.window.lengths
         self._calls = BranchCalls(graph, lengths, head.caches, head.present, self._extra)

@@ -66,7 +66,7 @@ class Gate:
 class EngineCard:
     """What the plans in engines/ were built by and for; a plan runs on nothing else."""
 
-    library: str  # tensorrt | tensorrt-rtx
+    package: str  # tensorrt | tensorrt-rtx
     version: str
     compute_capabilities: tuple[int, ...]  # such as 80, 89; empty: all that the library builds for
     draft_backend: str  # where the draft's graph runs: the library, or onnxruntime

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .buffers import RoundBuffers
-from .contract import DEPTHS, SKIP_LAYERS, CacheSpec
+from .contract import SKIP_LAYERS, CacheSpec
 from .executor import Buffers, Call, Executor, stacked_caches
 from .features import FeatureStore
 from .tree_buffers import TreeBuffers, chain_inputs
@@ -61,10 +61,6 @@ class TargetStep:
         seconds = self._verify[rows - 1].run()
         self._keep_features(rows)
         return seconds
-
-    @property
-    def verifies_trees(self) -> bool:
-        return self._executor.has_input(DEPTHS.name)
 
     def verify_tree(self, rows: int) -> float:
         """Logits of the last committed token and of the tree of drafts behind it in the buffers.

@@ -103,10 +103,6 @@ class Tree:
         return max(self.ranks, default=-1) + 1
 
     @cached_property
-    def is_chain(self) -> bool:
-        return self.parents == tuple(range(self.size))
-
-    @cached_property
     def visible(self) -> NDArray[np.bool_]:
         """[rows, rows]: row i sees row j."""
         visible = np.eye(self.size + 1, dtype=np.bool_)

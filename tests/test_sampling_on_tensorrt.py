@@ -12,7 +12,7 @@ import pytest
 
 from engines.external_data import WeightStore, save
 from engines.tensorrt.build import BuildOptions, build_plan
-from engines.tensorrt.library import load
+from engines.tensorrt.package import load
 from engines.tensorrt.ranges import accept_profiles, draft_profiles
 from export.accept_graph import accept_model
 from export.certificates.round_graphs import draft_tail_model

@@ -16,8 +16,8 @@ from helpers_lowering import graph_of, random
 
 from engines.external_data import WeightStore, save
 from engines.tensorrt.build import BuildOptions, Plan, TimingCache, build_plan
-from engines.tensorrt.library import Library, load
 from engines.tensorrt.lowering import lower
+from engines.tensorrt.package import Library, load
 from engines.tensorrt.ranges import (
     Profile,
     Range,

@@ -46,7 +46,7 @@ def test_a_bundle_of_engines_is_complete(engines: Path) -> None:
     manifest = bundle.manifest
     assert manifest.backend == "tensorrt-rtx"
     assert manifest.engines == EngineCard(
-        library="tensorrt-rtx",
+        package="tensorrt-rtx",
         version=rtx.__version__,
         compute_capabilities=(89,),
         draft_backend="tensorrt-rtx",
@@ -143,7 +143,7 @@ def test_what_engines_cannot_do_is_refused(
 
 
 CARD = EngineCard(
-    library="tensorrt-rtx",
+    package="tensorrt-rtx",
     version="1.7.1.116",
     compute_capabilities=(80, 89),
     draft_backend="tensorrt-rtx",

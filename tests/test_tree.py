@@ -50,8 +50,6 @@ def test_without_a_draft_all_behind_it_go(tree: Tree, data: st.DataObject) -> No
 def test_a_chain_is_the_tree_of_width_1() -> None:
     assert Tree.chain(3) == Tree.of_widths([1, 1, 1]) == Tree.of_paths([[0], [0, 0], [0, 0, 0]])
     assert (Tree.chain(3).visible == np.tri(4, dtype=bool)).all()
-    assert Tree.chain(3).is_chain
-    assert not Tree.of_widths([2]).is_chain
 
 
 def test_medusas_paths() -> None:

@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 from runtime.errors import BuildError
 
-from .library import Library
+from .package import Library
 from .ranges import Profile
 from .rules import check_casts, check_size, check_warnings
 from .strong_types import meant_casts

@@ -47,7 +47,7 @@ class EngineGraphs:
         self._executors: dict[str, CudaExecutor] = {}
         card = manifest.engines
         assert card is not None
-        self._draft_on_gpu = card.draft_backend == card.library
+        self._draft_on_gpu = card.draft_backend == card.package
         plans = [name for name in manifest.files if name.startswith("engines/draft")]
         # Of what only engines touch, nothing is copied; a lookup's q is written by the host.
         self._resident = frozenset(

@@ -33,12 +33,12 @@ class Library:
     def __init__(self, card: EngineCard) -> None:
         """Raises EngineError for a missing package, BundleError for another version."""
         try:
-            self.api: Any = importlib.import_module(_MODULES[card.library])
+            self.api: Any = importlib.import_module(_MODULES[card.package])
         except (ImportError, OSError) as error:
             raise EngineError(
-                f"{card.library}: received no usable package ({error}). Expected "
-                f"{_MODULES[card.library]} {card.version}, which built this bundle's engines; pip "
-                f"install 'outrider[{card.library}]'."
+                f"{card.package}: received no usable package ({error}). Expected "
+                f"{_MODULES[card.package]} {card.version}, which built this bundle's engines; pip "
+                f"install 'outrider[{card.package}]'."
             ) from error
         check_version(card, str(self.api.__version__))
         self.runtime = self.api.Runtime(self.api.Logger(self.api.Logger.ERROR))
@@ -48,7 +48,7 @@ def check_version(card: EngineCard, installed: str) -> None:
     """A plan runs on the version that built it alone. Raises BundleError."""
     if installed != card.version:
         raise BundleError(
-            f"{card.library}: received version {installed}. Expected {card.version}, which built "
+            f"{card.package}: received version {installed}. Expected {card.version}, which built "
             "this bundle's engines, and which alone runs them; install it, or rebuild the bundle."
         )
 

@@ -64,7 +64,7 @@ class Subject:
     @property
     def _draft_beside_target(self) -> bool:
         card = self.manifest.engines
-        return card is None or card.draft_backend == card.library
+        return card is None or card.draft_backend == card.package
 
     def upload(self, array: np.ndarray) -> None:
         if self.device is not None:
