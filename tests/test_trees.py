@@ -29,6 +29,7 @@ from tiny_heads import (
 )
 from typer.testing import CliRunner
 
+from export.branch_tail import rank_model
 from export.build import BuildRequest, build
 from export.certificates import frequency, greedy
 from export.certificates.target_rows import TargetRows
@@ -308,8 +309,9 @@ def test_a_build_refuses_what_no_tree_is(
     assert not (tmp_path / "b").exists()
 
 
-def test_the_vocabulary_is_wide_enough_to_rank() -> None:
-    assert VOCAB > 8
+def test_a_draft_of_fewer_tokens_than_are_ranked_is_refused() -> None:
+    with pytest.raises(BuildError, match="received a draft of 7 tokens"):
+        rank_model(7, None, VOCAB)
 
 
 def test_a_row_among_siblings_moves_by_rounding_alone(bundle: Path) -> None:
