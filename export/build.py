@@ -21,6 +21,7 @@ from runtime.manifest import (
     Manifest,
     ModelCard,
 )
+from runtime.provider_contract import PROVIDER_BACKEND
 from runtime.text import Text
 
 from . import gates
@@ -32,6 +33,7 @@ from .gate_graph import GateGraph
 from .graphs import WrittenGraph, write_accept, write_target
 from .model_card import model_card
 from .profile import measure, versions
+from .provider_bundle import ProviderBuild, write_provider_graphs
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +79,8 @@ def _fill(plan: BuildPlan, directory: Path, progress: Progress) -> Manifest:
     """Write everything but the manifest; returns it with no files listed yet."""
     if plan.engines is not None:
         return _fill_engines(plan, plan.engines, directory, progress)
+    if plan.provider is not None:
+        return _fill_provider(plan, plan.provider, directory, progress)
     onnx = directory / "onnx"
     onnx.mkdir()
     store = WeightStore(directory=onnx)
@@ -111,6 +115,18 @@ def _fill_engines(
     plan.target.save_tokenizer(directory)
     card = engine_card(plan.target, written.target, asked.precision)
     manifest = replace(_manifest(plan, card, written.draft), engines=written.card)
+    return replace(manifest, gates=written.gates(_gate_tokens(plan, directory)))
+
+
+def _fill_provider(
+    plan: BuildPlan, asked: ProviderBuild, directory: Path, progress: Progress
+) -> Manifest:
+    """The same with graphs for ONNX Runtime's CUDA provider."""
+    target, draft, limits = plan.target, plan.draft, plan.limits
+    written = write_provider_graphs(asked, target, draft, limits, directory, progress)
+    target.save_tokenizer(directory)
+    card = engine_card(target, written.target, asked.precision)
+    manifest = replace(_manifest(plan, card, written.draft), backend=PROVIDER_BACKEND)
     return replace(manifest, gates=written.gates(_gate_tokens(plan, directory)))
 
 

@@ -9,6 +9,7 @@ from engines.tensorrt.build import BuildOptions, check_targets, check_types
 from engines.tensorrt.package import load
 from runtime.errors import BuildError
 from runtime.manifest import ENGINE_LIBRARIES, Limits
+from runtime.provider_contract import PROVIDER_BACKEND
 
 from . import gates
 from .calibrated import (
@@ -27,9 +28,11 @@ from .fidelity_gate import FidelityGate
 from .limits import check_batch, check_draft_tokens, check_tree_nodes, target_context
 from .model_draft import ModelDraftPlan
 from .precision import Precision, precision
+from .provider_bundle import ProviderBuild, refuse_drafter
+from .provider_precision import provider_precision
 
-BACKENDS = ("onnxruntime", *ENGINE_LIBRARIES)
-DRAFTS_BESIDE_ENGINES = "int8"  # on ONNX Runtime's CPU
+BACKENDS = ("onnxruntime", PROVIDER_BACKEND, *ENGINE_LIBRARIES)
+BESIDE = "int8"  # of a draft on ONNX Runtime's CPU, beside a target that isn't there
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +71,7 @@ class BuildPlan:
     limits: Limits
     calibration: CalibrationPlan | None  # of a recipe that reads text
     engines: EngineBuild | None  # None: ONNX Runtime
+    provider: ProviderBuild | None = None  # of ONNX Runtime's CUDA provider
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -81,8 +85,8 @@ def plan_build(request: BuildRequest) -> BuildPlan:
             f"--backend: received {request.backend!r}. Expected one of {', '.join(BACKENDS)}."
         )
     batch = check_batch(request.max_batch)
-    engines = engine_build(request)
-    chosen: Precision = precision(DRAFTS_BESIDE_ENGINES if engines else request.precision)
+    engines, provider = engine_build(request), provider_build(request)
+    chosen: Precision = precision(BESIDE if engines or provider else request.precision)
     chosen = replace(chosen, rows_alike=chosen.rows_alike and request.rows_alike)
     refuse_without_recipe(request.calibration, chosen)
     target = open_checkpoint(request.target)
@@ -93,7 +97,7 @@ def plan_build(request: BuildRequest) -> BuildPlan:
         calibration = plan_calibration(request.calibration, target, chosen, context)
         chosen = calibration.precision
     asked = _draft_request(request)
-    if engines and engines.draft_backend != "onnxruntime":
+    if provider or (engines and engines.draft_backend != "onnxruntime"):
         asked = replace(asked, precision=None)  # it is an engine's, and checked as one
     draft = open_drafter(asked, target, context=context, target_precision=chosen)
     refuse_unsupported(target.config, context)
@@ -111,6 +115,7 @@ def plan_build(request: BuildRequest) -> BuildPlan:
         draft=draft,
         precision=chosen,
         engines=engines,
+        provider=provider,
         limits=Limits(
             max_batch=batch,
             max_context=context,
@@ -121,7 +126,30 @@ def plan_build(request: BuildRequest) -> BuildPlan:
     )
     if engines:
         refuse_draft(draft, plan.limits, engines)
+    if provider:
+        refuse_drafter(draft, plan.limits)
     return plan
+
+
+def provider_build(request: BuildRequest) -> ProviderBuild | None:
+    """What a request asks of ONNX Runtime's CUDA provider, if anything. Raises BuildError."""
+    if request.backend != PROVIDER_BACKEND:
+        return None
+    _refuse_gate(request)
+    return ProviderBuild(
+        precision=provider_precision(request.precision),
+        draft_precision=provider_precision(
+            request.draft_precision or request.precision, "--draft-precision"
+        ),
+    )
+
+
+def _refuse_gate(request: BuildRequest) -> None:
+    if request.gate is not None:
+        raise BuildError(
+            f"--gate: received it with --backend {request.backend}. Expected --backend "
+            "onnxruntime: a gate decodes, which takes a GPU here."
+        )
 
 
 def engine_build(request: BuildRequest) -> EngineBuild | None:
@@ -142,11 +170,7 @@ def engine_build(request: BuildRequest) -> EngineBuild | None:
             f"--draft-backend: received {draft_backend!r}. Expected {request.backend} or "
             "onnxruntime."
         )
-    if request.gate is not None:
-        raise BuildError(
-            f"--gate: received it with --backend {request.backend}. Expected --backend "
-            "onnxruntime: a gate decodes, which engines do on a GPU alone."
-        )
+    _refuse_gate(request)
     check_targets(load(request.backend), request.compute_capabilities)
     own = draft_backend == request.backend and request.draft_precision is not None
     draft_name = request.draft_precision if own else request.precision

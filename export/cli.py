@@ -50,7 +50,11 @@ def build(
         ),
     ] = "none",
     backend: Annotated[
-        str, typer.Option(help="onnxruntime; tensorrt or tensorrt-rtx for engines on a GPU.")
+        str,
+        typer.Option(
+            help="onnxruntime, on the CPU; on a GPU tensorrt or tensorrt-rtx for engines, "
+            "onnxruntime-cuda for ONNX Runtime's CUDA provider."
+        ),
     ] = "onnxruntime",
     compute_capability: Annotated[
         list[int] | None,
@@ -67,7 +71,7 @@ def build(
         typer.Option(
             help="Of the target's weights: fp32, int8 or int4, rounded to nearest; int4-gptq and "
             "int8-smoothquant (inputs in 8 bits, too) read text first; of engines fp16, bf16, "
-            "int8, int4, int4-128, fp8 or fp4."
+            "int8, int4, int4-128, fp8 or fp4; of onnxruntime-cuda fp16, int8 or int4."
         ),
     ] = "int8",
     draft_precision: Annotated[

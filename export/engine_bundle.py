@@ -35,6 +35,7 @@ from .engine_graphs import (
     write_target_graph,
 )
 from .engine_precision import EnginePrecision
+from .gates import Rounding
 from .graphs import write_accept
 from .model_draft import ModelDraftPlan
 from .ngram_draft import NgramDraftPlan
@@ -208,9 +209,7 @@ class _Builder:
         shutil.rmtree(self.scratch)
 
 
-def engine_card(
-    checkpoint: Checkpoint, graph: EngineGraph, precision: EnginePrecision
-) -> ModelCard:
+def engine_card(checkpoint: Checkpoint, graph: EngineGraph, precision: Rounding) -> ModelCard:
     """What the manifest says of a model that is an engine."""
     return ModelCard(
         name=checkpoint.name,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import onnx_ir as ir
@@ -139,30 +139,44 @@ class EngineGateGraph(GateGraph):
         inputs: dict[str, Array] = {
             "input_ids": np.array([tokens], np.int64),
             "past_lengths": np.array([self.length], np.int32),
-            "logit_slots": np.zeros(count, np.int32),
-            "context_slots": np.zeros(self.length + count, np.int32),
+            **self._sizes(count),
             **self._past,
         }
         self._executor.bind(inputs, {"logits": logits, **self._present}).run()
         self.length += count
         return logits[0]
 
+    def _sizes(self, count: int) -> dict[str, Array]:
+        """What says how large a call over `count` rows is."""
+        return {
+            "logit_slots": np.zeros(count, np.int32),
+            "context_slots": np.zeros(self.length + count, np.int32),
+        }
+
+
+class Typed(gates.Rounding, Protocol):
+    """A precision whose activations have a type of their own."""
+
+    @property
+    def activations(self) -> str: ...
+
 
 def target_gates(
     checkpoint: Checkpoint,
     graph: EngineGraph,
-    precision: EnginePrecision,
+    precision: Typed,
     tokens: Sequence[int],
     k: int,
+    gate_graph: type[EngineGateGraph] = EngineGateGraph,
 ) -> list[Gate]:
     """The lowered graph against the eager model, k + 1 rows against row by row, a rollback, and
     the strongly typed graph against the exact one. Raises GateFailed."""
     if graph.exact is None:
-        return [_skipped("target parity", checkpoint)]
-    exact = EngineGateGraph(graph.exact, graph.exact_cache, graph.vocab_size)
+        return [skipped("target parity", checkpoint)]
+    exact = gate_graph(graph.exact, graph.exact_cache, graph.vocab_size)
     narrow = exact
     if precision.activations == "fp16":  # of bf16, ONNX Runtime's CPU has few kernels
-        narrow = EngineGateGraph(graph.path, graph.cache, graph.vocab_size)
+        narrow = gate_graph(graph.path, graph.cache, graph.vocab_size)
     found = [
         gates.parity(
             "target parity",
@@ -183,11 +197,15 @@ def target_gates(
     return [*found, gates.engine_noise(narrow, exact, tokens, k, precision)]
 
 
-def exact_logits(graph: EngineGraph, tokens: Sequence[int]) -> Array | None:
+def exact_logits(
+    graph: EngineGraph,
+    tokens: Sequence[int],
+    gate_graph: type[EngineGateGraph] = EngineGateGraph,
+) -> Array | None:
     """In f32 arithmetic: [len(tokens), vocab]; None where no gate could run."""
     if graph.exact is None:
         return None
-    return EngineGateGraph(graph.exact, graph.exact_cache, graph.vocab_size).in_chunks(tokens)
+    return gate_graph(graph.exact, graph.exact_cache, graph.vocab_size).in_chunks(tokens)
 
 
 def exact_probs(graph: EngineGraph, size: int, tokens: Sequence[int]) -> Array | None:
@@ -206,7 +224,7 @@ def draft_gates(
 ) -> list[Gate]:
     """q against the eager draft. Raises GateFailed."""
     if graph.exact is None:
-        return [_skipped("draft parity", draft.checkpoint)]
+        return [skipped("draft parity", draft.checkpoint)]
     tokens = tokens[: graph.cache.max_context]
     size, path = vocabulary.q_size(QOver.DRAFT), graph.exact
 
@@ -252,7 +270,7 @@ def _draft_probs(path: Path, cache: CacheSpec, size: int, tokens: Sequence[int])
     return found[:, 0, 0, : executor.axes["vocab"]]
 
 
-def _skipped(name: str, checkpoint: Checkpoint) -> Gate:
+def skipped(name: str, checkpoint: Checkpoint) -> Gate:
     needed = f"{checkpoint.eager_bytes() / 1e9:.1f} GB"
     reason = f"the eager model needs {needed} of memory, more than is free"
     return Gate(name=name, status="skipped", reason=reason)

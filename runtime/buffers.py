@@ -35,7 +35,7 @@ class RoundBuffers:
         self, max_draft_tokens: int, vocab: int, draft_vocab: int, max_nodes: int = 0
     ) -> None:
         k = max_draft_tokens
-        nodes = max(k, max_nodes)
+        nodes = max(1, k, max_nodes)  # room for the draft that is none (`no_draft`)
         self.max_draft_tokens = k
         self.max_nodes = nodes
         self.block = np.zeros((1, nodes + 2), np.int64)

@@ -19,12 +19,20 @@ import numpy as np
 from .bundle_files import MANIFEST, PARTIAL, check_files, verify_digests
 from .errors import BundleError
 from .layer_runs import as_text
-from .manifest import DRAFT_TOKENIZER, ENGINE_LIBRARIES, LayerSkipDraft, Manifest, ModelCard
+from .manifest import (
+    DRAFT_TOKENIZER,
+    ENGINE_LIBRARIES,
+    LayerSkipDraft,
+    Manifest,
+    ModelCard,
+    ModelDraft,
+)
+from .provider_contract import PROVIDER_BACKEND, PROVIDER_VERSION
 
 GraphName = Literal["target", "draft", "fuse", "heads", "tail", "accept"]
 Int64Array = np.ndarray[Any, np.dtype[np.int64]]
 
-BACKENDS = ("onnxruntime", *ENGINE_LIBRARIES)
+BACKENDS = ("onnxruntime", PROVIDER_BACKEND, *ENGINE_LIBRARIES)
 _ENGINES = ("onnxruntime", "onnxruntime-gpu", "onnxruntime-directml")
 _REQUIRED = ("tokenizer.json", "generation_config.json")
 
@@ -121,6 +129,8 @@ def _graph_files(manifest: Manifest) -> list[str]:
     if manifest.draft and manifest.limits.max_tree_nodes:
         graphs = (*graphs, *(manifest.draft.tree_graphs or ()))
     engines = manifest.engines
+    if manifest.backend == PROVIDER_BACKEND and isinstance(manifest.draft, ModelDraft):
+        graphs = (*graphs, "tail")  # a draft step is two graphs there
     if engines is None:
         return [f"onnx/{name}.onnx" for name in ("target", "accept", *graphs)]
     own = engines.draft_backend == engines.package
@@ -168,10 +178,12 @@ def _check_backend(manifest: Manifest) -> None:
             f"{manifest.backend!r}. Expected the same library; rebuild the bundle."
         )
     built, installed = manifest.versions.get("onnxruntime"), _installed_version()
+    if manifest.backend == PROVIDER_BACKEND:
+        built = PROVIDER_VERSION  # the GPU's package may be older than what built the bundle
     if built is not None and installed is not None and _minor(installed) < _minor(built):
         raise BundleError(
-            f"onnxruntime: received version {installed}. Expected {built} or newer, which built "
-            "this bundle; upgrade onnxruntime, or rebuild the bundle with this version."
+            f"onnxruntime: received version {installed}. Expected {built} or newer, which this "
+            "bundle is for; upgrade onnxruntime, or rebuild the bundle with this version."
         )
 
 

@@ -6,7 +6,9 @@ import weakref
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
+
+from numpy.typing import NDArray
 
 from .accept import AcceptStep
 from .branchers import load_brancher
@@ -18,6 +20,7 @@ from .errors import EngineError
 from .executor import EngineOptions, Executor
 from .features import FeatureStore
 from .manifest import Manifest
+from .provider_contract import PROVIDER_BACKEND
 from .round import Rounds
 from .target import PREFILL_CHUNK, TargetStep
 from .tree_shape import Brancher
@@ -75,6 +78,10 @@ class Graphs(Protocol):
         accept: AcceptStep,
         brancher: Brancher | None,
     ) -> Rounds: ...
+    def upload(self, array: NDArray[Any]) -> None:
+        """To where sessions read it; for measurements, as `download`."""
+
+    def download(self, array: NDArray[Any]) -> None: ...
     def close(self) -> None: ...
 
 
@@ -97,12 +104,22 @@ class _OnnxGraphs:
     ) -> Rounds:
         return Rounds(buffers, target, drafter, accept, brancher)
 
+    def upload(self, array: NDArray[Any]) -> None:
+        """Sessions read the host's memory."""
+
+    def download(self, array: NDArray[Any]) -> None:
+        """And write it."""
+
     def close(self) -> None:
         """A session goes with its executor."""
 
 
 def open_graphs(path: Path, manifest: Manifest) -> Graphs:
     """Raises BundleError and EngineError for engines that this machine can't run."""
+    if manifest.backend == PROVIDER_BACKEND:
+        from .provider.graphs import ProviderGraphs
+
+        return ProviderGraphs(path, manifest)
     if manifest.engines is None:
         return _OnnxGraphs(path)
     from .cuda.graphs import EngineGraphs  # only where there is a GPU to use

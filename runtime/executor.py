@@ -92,7 +92,7 @@ class Executor:
         self._outputs = {output.name for output in session.get_outputs()}
         #: sizes of the symbolic axes that the graph fixes, such as vocab
         self.axes = check_graph(
-            spec, _inputs(session, spec), _signature(session.get_outputs()), where
+            spec, _inputs(session, spec), signature(session.get_outputs()), where
         )
 
     @classmethod
@@ -173,10 +173,10 @@ def _inputs(
     """What must be given, and the switches that this contract knows."""
     known = {switch.name for switch in spec.switches}
     switches = [one for one in session.get_overridable_initializers() if one.name in known]
-    return _signature([*session.get_inputs(), *switches])
+    return signature([*session.get_inputs(), *switches])
 
 
-def _signature(arguments: Sequence[Any]) -> dict[str, tuple[str, Sequence[object]]]:
+def signature(arguments: Sequence[Any]) -> dict[str, tuple[str, Sequence[object]]]:
     return {a.name: (_NUMPY_NAMES.get(a.type, a.type), a.shape) for a in arguments}
 
 

@@ -82,7 +82,7 @@ class FileRecord:
 class Manifest:
     schema: int
     versions: dict[str, str]  # outrider, onnxruntime, torch, transformers, …
-    backend: str  # onnxruntime | tensorrt | tensorrt-rtx
+    backend: str  # onnxruntime | onnxruntime-cuda | tensorrt | tensorrt-rtx
     target: ModelCard
     draft: DraftCard | None
     limits: Limits

@@ -122,7 +122,11 @@ class _Typing:
         if node.op_type == "Cast" and node.attributes["to"].as_int() == FLOAT:
             node.attributes["to"] = ir.AttrInt64("to", self.dtype)
         for value in inside:
-            value.type = ir.TensorType(self.dtype)
+            # What nobody reads has the type that its operator gives it, such as a norm's f32 mean.
+            if value.uses() or value.is_graph_output():
+                value.type = ir.TensorType(self.dtype)
+            else:
+                value.type = value.shape = None
 
     def _typed_by_its_node(self, value: ir.Value) -> bool:
         """Narrow by the time its own node has been through."""
@@ -189,7 +193,7 @@ def _rounded(values: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
         raise BuildError(
             f"{name}: received values up to {np.abs(values).max():.4g}. Expected at most "
             f"{65504 if dtype == np.float16 else 3.39e38:.4g}, the largest {dtype}; build with "
-            "--precision bf16."
+            "--precision bf16, which engines of --backend tensorrt-rtx have."
         )
     return rounded
 

@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..contract import (
-    ALLOWED_TOKENS,
     ANCESTORS,
     NUM_LOGITS,
     GraphSpec,
@@ -26,6 +25,7 @@ from ..contract import (
 from ..engine_contract import LOGIT_SLOTS, SHAPE_INPUTS, engine_spec
 from ..errors import EngineError
 from ..executor import Buffers
+from ..no_draft import no_draft, with_one_draft
 from .call import Bound, CudaCall
 from .device import Device
 from .memory import ALIGNMENT
@@ -101,7 +101,7 @@ class CudaExecutor:
         if spec in SHAPE_INPUTS:
             return self._slots_of(spec, given)
         array = self._checked(spec, given, axes)
-        widened = _without_zeros(spec, array.shape)
+        widened = with_one_draft(spec, array.shape)
         if widened != array.shape:
             return self._padded(spec, array, widened)
         return self._bound(spec, array)
@@ -140,7 +140,7 @@ class CudaExecutor:
 
         One row of logits, of uniforms or of allowed tokens comes first in the wider tensor.
         """
-        own = _no_draft(spec, array, shape)
+        own = no_draft(spec, array, shape)
         address = self.device.mirrors.address(own)
         self.device.memory.to_device(address, own.ctypes.data, own.nbytes)
         if not array.size or spec == ANCESTORS:
@@ -163,23 +163,6 @@ class CudaExecutor:
         if not array.flags.c_contiguous:
             raise EngineError(f"{self._engine.where}: the buffer of {spec.name} isn't contiguous.")
         return array
-
-
-def _without_zeros(spec: TensorSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape with one draft where there is none: engines gather from at least one."""
-    counts = {"k": 1, "num_q_rows": 1, "k_plus_1": 2}
-    least = [counts.get(axis, 0) if isinstance(axis, str) else 0 for axis in spec.axes]
-    return tuple(max(size, one) for size, one in zip(shape, least, strict=True))
-
-
-def _no_draft(spec: TensorSpec, array: Array, shape: tuple[int, ...]) -> Array:
-    """What stands for a draft that is none: q = 0, anything allowed, seen by itself alone."""
-    found = np.zeros(shape, array.dtype)
-    if spec.name == ALLOWED_TOKENS.name:
-        found[...] = True
-    elif spec.name == ANCESTORS.name:
-        found[...] = np.tril(np.ones(shape[1:], np.bool_))
-    return found
 
 
 def _symbolic(shape: tuple[int, ...]) -> list[object]:

@@ -102,5 +102,14 @@ class EngineGraphs:
             make=make,
         )
 
+    def upload(self, array: Array) -> None:
+        twin = self.device.mirrors.address(array)
+        self.device.memory.to_device(twin, array.ctypes.data, array.nbytes)
+
+    def download(self, array: Array) -> None:
+        twin = self.device.mirrors.address(array)
+        self.device.memory.to_host(array.ctypes.data, twin, array.nbytes)
+        self.device.synchronize()
+
     def close(self) -> None:
         self.device.close()

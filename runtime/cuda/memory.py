@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import EngineError
+from ..memory_owner import owner_of
 from .driver import Driver
 
 ALIGNMENT = 256  # of addresses that engines are given
@@ -95,10 +96,3 @@ class Mirrors:
             self._twins[start] = self._memory.device(base.nbytes)
             self._arrays.append(base)
         return self._twins[start].address + (array.ctypes.data - start)
-
-
-def owner_of(array: NDArray[Any]) -> NDArray[Any]:
-    """The array whose memory a view looks into."""
-    while isinstance(array.base, np.ndarray):
-        array = array.base
-    return array

@@ -88,9 +88,9 @@ def _arguments() -> argparse.Namespace:
         prog="scripts/gpu_check",
         epilog="Example: scripts/gpu_check build/rtx --wheels build/wheels",
     )
-    parser.add_argument("bundle", type=Path, help="a bundle of engines")
+    parser.add_argument("bundle", type=Path, help="a bundle that was built for a GPU")
     parser.add_argument("--out", type=Path, default=Path("reports/gpu"), help="for the reports")
-    parser.add_argument("--onnx-bundle", type=Path, help="for ONNX Runtime's CUDA provider")
+    parser.add_argument("--onnx-bundle", type=Path, help="built with --backend onnxruntime-cuda")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="no step begins later")
     return parser.parse_args()
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from runtime.captured_round import RoundInputs
 from runtime.draft_model import DraftModel
+from runtime.engine import open_graphs
 from runtime.oracle import ROWS, Oracle
 from runtime.oracle_runs import accept_decisions, draft_ids
 from runtime.round import Rounds
@@ -23,7 +24,7 @@ from runtime.sampling import SamplingParams
 from runtime.target import PREFILL_CHUNK
 from runtime.uniforms import uniform_table
 
-from .subject import Subject
+from .subject import OpenGraphs, Subject
 
 Figures = dict[str, Any]
 # Of fp16 against the f32 oracle with the same weights: 11 bits over some dozen layers.
@@ -47,6 +48,7 @@ class Check:
 
     path: Path
     onnx_bundle: Path | None
+    open_with: OpenGraphs = open_graphs
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_subject", None)
@@ -54,7 +56,7 @@ class Check:
     @property
     def subject(self) -> Subject:
         if self._subject is None:  # type: ignore[attr-defined]
-            object.__setattr__(self, "_subject", Subject(self.path))
+            object.__setattr__(self, "_subject", Subject(self.path, self.open_with))
         return self._subject  # type: ignore[attr-defined,no-any-return]
 
     def close(self) -> None:
@@ -333,8 +335,8 @@ def _round_times(subject: Subject, context: int, k: int) -> Figures:
 def bandwidth(check: Check) -> Figures:
     """A copy on the device, read and write: what moving weights can't beat."""
     subject = check.subject
-    if subject.device is None:
-        raise Skipped("no device")
+    if subject.device is None or subject.manifest.engines is None:
+        raise Skipped("no engines")
     memory, size = subject.device.memory, 1 << 30
     memory.require(2 * size, "two buffers to copy between")
     source, to = memory.device(size), memory.device(size)
@@ -355,12 +357,16 @@ def bandwidth(check: Check) -> Figures:
 
 
 def onnxruntime_cuda(check: Check) -> Figures:
-    """The ONNX Runtime CUDA provider on a bundle of graphs, with and without its graph capture."""
+    """A bundle for ONNX Runtime's CUDA provider, with and without its graph capture."""
     if check.onnx_bundle is None:
         raise Skipped("no --onnx-bundle was given")
     from .ort_cuda import measure
 
     return measure(check.onnx_bundle)
+
+
+# What holds of any backend: numbers against the oracle, rollbacks, a round in other words, times.
+COMMON = (opening, target, verification, draft, accept, rollback, captured, times)
 
 
 def _median_ms(run: Callable[[], float]) -> float:

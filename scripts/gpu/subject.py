@@ -6,6 +6,7 @@ captured round is its calls one by one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from runtime.draft_model import DraftModel
 from runtime.engine import Graphs, load_rounds, open_graphs
 from runtime.engine_contract import context_buckets
 from runtime.executor import EngineOptions, Executor
+from runtime.manifest import Manifest
 from runtime.whole_rounds import WholeRounds
 
 
@@ -41,11 +43,14 @@ class Remembering:
         self.graphs.close()
 
 
+OpenGraphs = Callable[[Path, Manifest], Graphs]
+
+
 class Subject:
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, open_with: OpenGraphs = open_graphs) -> None:
         self.bundle = Bundle.load(path, verify=False)
         self.manifest = self.bundle.manifest
-        self._graphs = Remembering(open_graphs(path, self.manifest))
+        self._graphs = Remembering(open_with(path, self.manifest))
         #: None on the CPU
         self.device: Any = getattr(self._graphs.graphs, "device", None)
         options = EngineOptions(spin=False)
@@ -67,15 +72,10 @@ class Subject:
         return card is None or card.draft_backend == card.package
 
     def upload(self, array: np.ndarray) -> None:
-        if self.device is not None:
-            memory, twin = self.device.memory, self.device.mirrors.address(array)
-            memory.to_device(twin, array.ctypes.data, array.nbytes)
+        self._graphs.graphs.upload(array)
 
     def download(self, array: np.ndarray) -> None:
-        if self.device is not None:
-            memory, twin = self.device.memory, self.device.mirrors.address(array)
-            memory.to_host(array.ctypes.data, twin, array.nbytes)
-            self.device.synchronize()
+        self._graphs.graphs.download(array)
 
     def captured(self) -> CapturedRounds:
         """Those that decoding launches; on the CPU, the calls one by one."""

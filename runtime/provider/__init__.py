@@ -1,0 +1,1 @@
+"""Runs a bundle's graphs on ONNX Runtime's CUDA provider: bound to device memory, no fallback."""
