@@ -125,7 +125,7 @@ def plan_build(request: BuildRequest) -> BuildPlan:
         calibration=calibration,
     )
     if engines:
-        refuse_draft(draft, plan.limits, engines)
+        refuse_draft(draft, engines)
     if provider:
         refuse_drafter(draft, plan.limits)
     return plan

@@ -17,7 +17,13 @@ import numpy as np
 from engines.external_data import WeightStore
 from engines.tensorrt.build import BuildOptions, TimingCache, build_plan
 from engines.tensorrt.package import Library, load
-from engines.tensorrt.ranges import Profile, accept_profiles, draft_profiles, target_profiles
+from engines.tensorrt.ranges import (
+    Profile,
+    accept_profiles,
+    branch_profiles,
+    draft_profiles,
+    target_profiles,
+)
 from runtime.cards import ModelCard, ModelDraft
 from runtime.errors import BuildError
 from runtime.manifest import EngineCard, Gate, Limits
@@ -31,6 +37,7 @@ from .engine_graphs import (
     exact_logits,
     exact_probs,
     target_gates,
+    write_branch_graph,
     write_draft_graph,
     write_target_graph,
 )
@@ -40,6 +47,7 @@ from .graphs import write_accept
 from .model_draft import ModelDraftPlan
 from .ngram_draft import NgramDraftPlan
 from .oracle import record
+from .ranking_gate import branch_gates
 
 Progress = Callable[[str], None]
 
@@ -67,13 +75,8 @@ class WrittenEngines:
     gates: Callable[[list[int]], tuple[Gate, ...]]
 
 
-def refuse_draft(draft: DraftPlan | None, limits: Limits, asked: EngineBuild) -> None:
+def refuse_draft(draft: DraftPlan | None, asked: EngineBuild) -> None:
     """Raises BuildError for a drafter that engines can't carry yet."""
-    if limits.max_tree_nodes:
-        raise BuildError(
-            f"--max-tree-nodes: received {limits.max_tree_nodes} with --backend {asked.backend}. "
-            "Expected 0: engines verify chains so far; trees need --backend onnxruntime."
-        )
     if draft is None or isinstance(draft, NgramDraftPlan | ModelDraftPlan):
         return
     if asked.draft_backend == "onnxruntime" and not draft.taps and draft.most_drafts is None:
@@ -95,7 +98,9 @@ def write_engines(
     """Fill `directory`/engines, and onnx/ with what runs on the CPU. Raises BuildError."""
     builder = _Builder(asked, limits, directory, progress)
     progress(f"tracing and writing the target, {target.name}, {asked.precision.name}")
-    graph = write_target_graph(target, asked.precision, limits.max_context, builder.scratch)
+    graph = write_target_graph(
+        target, asked.precision, limits.max_context, builder.scratch, trees=builder.trees
+    )
     written, draft_checks = builder.draft(draft, graph.vocab_size)
     builder.accept(graph.vocab_size, written)
 
@@ -123,6 +128,7 @@ class _Builder:
         self._plans = directory / "engines"
         self._onnx = directory / "onnx"
         self.scratch = directory / "scratch"
+        self.trees = limits.max_tree_nodes > 0
         self._draft_probs: Callable[[list[int]], np.ndarray | None] = lambda _: None
         self._plans.mkdir()
         self.scratch.mkdir()
@@ -142,7 +148,7 @@ class _Builder:
         self._progress(f"writing the draft, {draft.name}")
         self._onnx.mkdir()
         store = WeightStore(directory=self._onnx)
-        written = draft.write(self._onnx, store, target_vocab=target_vocab, trees=False)
+        written = draft.write(self._onnx, store, target_vocab=target_vocab, trees=self.trees)
         if not any(self._onnx.iterdir()):
             self._onnx.rmdir()
         return written, written.gates
@@ -160,9 +166,14 @@ class _Builder:
         size = vocabulary.q_size(QOver.DRAFT)
         self._draft_probs = lambda tokens: exact_probs(graph, size, tokens)
 
+        branch = self._branch(draft, vocabulary) if self.trees else None
+
         def gates(tokens: list[int]) -> list[Gate]:
             found = draft_gates(model, graph, precision, vocabulary, tokens)
             self.plan("draft", graph.path, draft_profiles(self.limits, draft.context))
+            if branch is not None:
+                found += branch_gates(branch, self._draft_probs(tokens), vocabulary, tokens)
+                self.plan("branch", branch.path, branch_profiles(self.limits, draft.context))
             return found
 
         written = WrittenDraft(
@@ -172,6 +183,14 @@ class _Builder:
             gates=lambda tokens: gates(list(tokens)),
         )
         return written, gates
+
+    def _branch(self, draft: ModelDraftPlan, vocabulary: DraftVocabulary) -> EngineGraph:
+        """Its weights are the draft's, in a plan of their own."""
+        self._progress(f"writing what makes trees of {draft.draft.checkpoint.name}")
+        precision = self.asked.draft_precision
+        return write_branch_graph(
+            draft.draft, precision, draft.context, self.scratch, vocabulary=vocabulary
+        )
 
     def accept(self, vocab: int, draft: WrittenDraft | None) -> None:
         d2t = draft.d2t if draft else None

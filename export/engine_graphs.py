@@ -23,8 +23,10 @@ from runtime.executor import EngineOptions, Executor, cache_buffers
 from runtime.manifest import Gate
 from runtime.sampling import SamplingParams
 from runtime.sampling_inputs import SamplingInputs
+from runtime.tree_buffers import chain_inputs
 
 from . import gates
+from .branch_tail import append_ranking
 from .checkpoint import Checkpoint
 from .draft import Draft
 from .draft_tail import append_draft_sampling
@@ -53,9 +55,14 @@ class EngineGraph(WrittenGraph):
 
 
 def write_target_graph(
-    checkpoint: Checkpoint, precision: EnginePrecision, max_context: int, scratch: Path
+    checkpoint: Checkpoint,
+    precision: EnginePrecision,
+    max_context: int,
+    scratch: Path,
+    *,
+    trees: bool = False,
 ) -> EngineGraph:
-    model = _bound(checkpoint, max_context)
+    model = _bound(checkpoint, max_context, trees=trees)
     vocab = checkpoint.config.vocab_size
     return _written("target", model, checkpoint, precision, max_context, vocab, scratch)
 
@@ -79,6 +86,23 @@ def write_draft_graph(
     return _written(
         "draft", model, draft.checkpoint, precision, max_context, draft.vocab_size, scratch,
         sampling,
+    )  # fmt: skip
+
+
+def write_branch_graph(
+    draft: Draft,
+    precision: EnginePrecision,
+    max_context: int,
+    scratch: Path,
+    *,
+    vocabulary: DraftVocabulary,
+) -> EngineGraph:
+    """The draft over rows of a tree: what it ranks behind each (`export.branch_tail`)."""
+    head_rows = draft.vocab_size if draft.d2t is not None else None
+    model = _bound(draft.checkpoint, max_context, head_rows=head_rows, trees=True)
+    return _written(
+        "branch", model, draft.checkpoint, precision, max_context, draft.vocab_size, scratch,
+        lambda lowered: append_ranking(lowered, vocabulary),
     )  # fmt: skip
 
 
@@ -139,6 +163,7 @@ class EngineGateGraph(GateGraph):
         inputs: dict[str, Array] = {
             "input_ids": np.array([tokens], np.int64),
             "past_lengths": np.array([self.length], np.int32),
+            **chain_inputs(count),
             **self._sizes(count),
             **self._past,
         }

@@ -140,6 +140,12 @@ class Executor:
             )
         return Call(self._session, binding, [*inputs.values(), *outputs.values()], self._where)
 
+    def move_rows(self, caches: NDArray[Any], moves: Sequence[tuple[int, int]]) -> None:
+        """Of caches [caches, batch, heads, rows, size] that calls are bound to: (to, from), all at
+        once. No row is moved to where a later one comes from."""
+        to, source = (list(places) for places in zip(*moves, strict=True))
+        caches[..., to, :] = caches[..., source, :]
+
     def _checked(self, spec: TensorSpec, given: Buffers, axes: dict[str, int]) -> NDArray[Any]:
         array = given.get(spec.name)
         if array is None:

@@ -82,8 +82,7 @@ class TargetStep:
         first = self.length
         moved = [(first + 1 + i, first + row) for i, row in enumerate(path) if row != i + 1]
         if moved:
-            to, source = (list(places) for places in zip(*moved, strict=True))
-            self._rows[..., to, :] = self._rows[..., source, :]
+            self._executor.move_rows(self._rows, moved)
         if self.features is not None:
             self.features.keep_rows(first, [0, *path])
         return perf_counter() - start

@@ -20,10 +20,14 @@ from .outcome import Outcome
 from .round import Rounds
 from .sampling import SamplingParams
 from .target import TargetStep
+from .tree_shape import Brancher
 
 
 class WholeRounds(Rounds):
-    """Adjusted logits, grammars and bans need the host between the steps; such rounds take them."""
+    """Adjusted logits, grammars and bans need the host between the steps; such rounds take them.
+
+    So do trees: what their drafts are is the host's decision.
+    """
 
     def __init__(
         self,
@@ -33,8 +37,9 @@ class WholeRounds(Rounds):
         accept: AcceptStep,
         captured: CapturedRounds,
         max_context: int,
+        brancher: Brancher | None = None,
     ) -> None:
-        super().__init__(buffers, target, drafter, accept)
+        super().__init__(buffers, target, drafter, accept, brancher)
         self.captured = captured
         self._model = drafter
         self._max_context = max_context

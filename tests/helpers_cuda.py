@@ -97,6 +97,25 @@ class FakeCuda:
         self.do(copy)
         return (0,)
 
+    def cudaMemcpy2DAsync(
+        self,
+        to: int,
+        to_pitch: int,
+        source: int,
+        source_pitch: int,
+        width: int,
+        count: int,
+        kind: str,
+        _stream: Any,
+    ) -> tuple[int]:
+        def copy() -> None:
+            self.copies.append(kind)
+            for i in range(count):
+                ctypes.memmove(to + i * to_pitch, source + i * source_pitch, width)
+
+        self.do(copy)
+        return (0,)
+
     def cudaStreamCreateWithFlags(self, _flags: int) -> tuple[int, int]:
         return 0, 7
 

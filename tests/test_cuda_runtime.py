@@ -246,6 +246,10 @@ def test_a_call_beyond_the_profiles_is_an_error(bundle: Path, cuda: FakeCuda) ->
         ("cudaFreeHost", (0,)),
         ("cudaMemsetAsync", (4096, 0, 16, "cudaStream_t")),
         ("cudaMemcpyAsync", (4096, 8192, 16, "cudaMemcpyHostToDevice", "cudaStream_t")),
+        (
+            "cudaMemcpy2DAsync",
+            (4096, 64, 8192, 64, 16, 3, "cudaMemcpyDeviceToDevice", "cudaStream_t"),
+        ),
         ("cudaStreamCreateWithFlags", ("cudaStreamNonBlocking",)),
         ("cudaStreamSynchronize", ("cudaStream_t",)),
         ("cudaStreamDestroy", ("cudaStream_t",)),

@@ -6,16 +6,18 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from export.build import BuildRequest, build
 from export.cli import app
+from export.ranking_gate import ranking
 from runtime import Decoder
 from runtime.bundle import Bundle
 from runtime.cuda.driver import Gpu
 from runtime.cuda.plan import Shapes, check_gpu, check_version, choose_profile
-from runtime.errors import BuildError, BundleError, EngineError
+from runtime.errors import BuildError, BundleError, EngineError, GateFailed
 from runtime.manifest import EngineCard, Manifest
 
 rtx = pytest.importorskip(
@@ -110,6 +112,33 @@ def test_the_draft_may_run_on_the_cpu(
     assert manifest.draft_model.cache.dtype == "float32"  # type: ignore[union-attr]
 
 
+def test_a_bundle_that_makes_trees_is_complete(
+    kept_traces: None, build_root: Path, tiny_target: Path, tiny_draft: Path
+) -> None:
+    """Target, branch and accept take trees of 12 drafts, by the library's own builds."""
+    asked = _request(build_root / "tree-engines", tiny_target, tiny_draft, max_tree_nodes=12)
+    bundle = Bundle.load(build(asked))
+    plans = {f"engines/{name}.plan" for name in ("target", "draft", "branch", "accept")}
+    assert plans <= set(bundle.manifest.files)
+    assert bundle.manifest.limits.max_tree_nodes == 12
+    gates = {gate.name: gate for gate in bundle.manifest.gates}
+    assert gates["branch"].status == "passed"
+    assert gates["branch"].figures["rows"] > 0  # type: ignore[operator]
+
+
+def test_a_ranking_that_is_not_the_drafts_fails_the_build() -> None:
+    rng = np.random.default_rng(0)
+    probs = rng.dirichlet(np.ones(40), 5).astype(np.float32)
+    ids = np.arange(40) * 2
+    order = np.argsort(-probs, axis=1)[:, :8]
+    tops = np.take_along_axis(probs, order, axis=1)
+    assert ranking(ids[order], tops, probs, ids).status == "passed"
+    with pytest.raises(GateFailed, match=r"gate branch: received a ranking"):
+        ranking(ids[order], tops[::-1], probs, ids)
+    with pytest.raises(GateFailed, match=r"gate branch: received a ranking"):
+        ranking(ids[order[:, ::-1]], tops, probs, ids)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -119,7 +148,6 @@ def test_the_draft_may_run_on_the_cpu(
         ({"draft_backend": "elsewhere"}, r"--draft-backend: received 'elsewhere'"),
         ({"precision": "fp8", "compute_capabilities": (80,)}, r"for compute capability 80"),
         ({"precision": "int4-128"}, r"int4-128.*no layer"),
-        ({"max_tree_nodes": 8}, r"--max-tree-nodes: received 8 with --backend tensorrt-rtx"),
         ({"draft": "layer-skip", "skip_layers": "1"}, r"--draft: received .* with --backend"),
         ({"backend": "tensorrt"}, r"--backend tensorrt: received no usable package"),
         (

@@ -92,27 +92,41 @@ def draft_profiles(limits: Limits, context: int) -> tuple[Profile, ...]:
     return (_decoder("prefill", own, many, one), _decoder("step", own, few, one))
 
 
+def branch_profiles(limits: Limits, context: int) -> tuple[Profile, ...]:
+    """What may follow committed text that is read, and what may follow the rows of a tree's level;
+    both see columns of either."""
+    rows, nodes = min(PREFILL_ROWS, context), max(2, limits.max_tree_nodes)
+    many, few = Range(least=1, usual=rows, most=rows), Range(least=1, usual=1, most=2)
+    level = Range(least=1, usual=min(4, nodes), most=nodes)
+    own = replace(limits, max_context=context, max_draft_tokens=min(nodes, context - 1))
+    return (_decoder("read", own, many, few), _decoder("grow", own, level, level))
+
+
 def accept_profiles(limits: Limits) -> tuple[Profile, ...]:
-    """The acceptance of 1 to k drafts.
+    """The acceptance of 1 to k drafts, more in a tree.
 
     Never 0: TensorRT has no gather from nothing. A plain draw is one draft whose q is all 0: it is
     never accepted, and what is drawn then has the law of p.
     """
-    most = max(1, limits.max_draft_tokens)
+    most = max(1, limits.max_draft_tokens, limits.max_tree_nodes)
     k = Range(least=1, usual=(most + 1) // 2, most=most)
     return (_accept("verify", limits, k),)
 
 
 def _verified(limits: Limits) -> Range:
     """At least two sizes, so that nothing is fixed."""
-    most = max(2, limits.max_draft_tokens + 1)
+    most = max(2, limits.max_draft_tokens + 1, limits.max_tree_nodes + 1)
     return Range(least=1, usual=min(most, limits.max_draft_tokens // 2 + 1), most=most)
 
 
 def _decoder(name: str, limits: Limits, query: Range, logits: Range) -> Profile:
-    k = limits.max_draft_tokens
+    k, batch = limits.max_draft_tokens, _batch(limits)
+    if limits.max_tree_nodes:
+        # TensorRT-RTX 1.7 fails on the mask of a tree, read by two layers or more, where the batch
+        # is fixed at 1: "Graph contains more than one op named …_iota".
+        batch = replace(batch, most=max(2, batch.most))
     ranges = {
-        "batch": _batch(limits),
+        "batch": batch,
         "query_len": query,
         "tree_len": query,
         "num_logits": logits,
@@ -124,7 +138,9 @@ def _decoder(name: str, limits: Limits, query: Range, logits: Range) -> Profile:
 
 def _accept(name: str, limits: Limits, k: Range) -> Profile:
     rows = Range(least=k.least + 1, usual=k.usual + 1, most=k.most + 1)
-    ranges = {"batch": _batch(limits), "k": k, "k_plus_1": rows, "num_q_rows": k}
+    drawn = max(1, limits.max_draft_tokens)  # drafts of a tree are certain, and have no q
+    q_rows = Range(least=1, usual=min(k.usual, drawn), most=drawn)
+    ranges = {"batch": _batch(limits), "k": k, "k_plus_1": rows, "num_q_rows": q_rows}
     return Profile(name=name, ranges=ranges)
 
 

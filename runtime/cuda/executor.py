@@ -8,6 +8,7 @@ Knows nothing of speculation.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from ..executor import Buffers
 from ..no_draft import no_draft, with_one_draft
 from .call import Bound, CudaCall
 from .device import Device
-from .memory import ALIGNMENT
+from .memory import ALIGNMENT, Strided
 from .plan import Engine
 
 Array = NDArray[Any]
@@ -90,6 +91,17 @@ class CudaExecutor:
         if unset := context.infer_shapes():
             raise EngineError(f"{self._engine.where}: received no shape for {list(unset)}.")
         return context
+
+    def move_rows(self, caches: Array, moves: Sequence[tuple[int, int]]) -> None:
+        """As `runtime.executor.Executor.move_rows`, on the device and behind what was enqueued
+        before: one copy for each row, of all layers and heads."""
+        home = self.device.mirrors.address(caches)
+        rows, width = caches.shape[-2], caches.shape[-1] * caches.itemsize
+        every = Strided(
+            width=width, pitch=rows * width, count=caches.size // caches.shape[-1] // rows
+        )
+        for to, source in moves:
+            self.device.memory.strided(home + to * width, home + source * width, every)
 
     def enqueue(self, context: Any) -> None:
         if not context.execute_async_v3(int(self.device.stream)):

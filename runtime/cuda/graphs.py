@@ -76,7 +76,7 @@ class EngineGraphs:
             return Rounds(buffers, target, drafter, accept, brancher)
         context = self._manifest.limits.max_context
         captured = self._captured(target, drafter, context)
-        return WholeRounds(buffers, target, drafter, accept, captured, context)
+        return WholeRounds(buffers, target, drafter, accept, captured, context, brancher)
 
     def _captured(self, target: TargetStep, drafter: DraftModel, context: int) -> CapturedRounds:
         device, executors = self.device, self._executors

@@ -30,6 +30,15 @@ class DeviceMemory:
     size: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class Strided:
+    """`count` pieces of `width` bytes, each `pitch` bytes behind the one before."""
+
+    width: int
+    pitch: int
+    count: int
+
+
 class Memory:
     """Allocates on one device and one stream; everything is freed when the owner's stack closes."""
 
@@ -69,6 +78,15 @@ class Memory:
 
     def on_device(self, address: int, source: int, size: int) -> None:
         self._copy(address, source, size, _ON_DEVICE)
+
+    def strided(self, address: int, source: int, pieces: Strided) -> None:
+        """On the device, from one place to another of the same memory; no byte is in both."""
+        kind = getattr(self._driver.api.cudaMemcpyKind, _ON_DEVICE)
+        pitch = pieces.pitch
+        self._driver.call(
+            "cudaMemcpy2DAsync", address, pitch, source, pitch, pieces.width, pieces.count, kind,
+            self._stream,
+        )  # fmt: skip
 
     def _copy(self, target: int, source: int, size: int, kind: str) -> None:
         if size:
