@@ -21,7 +21,7 @@ import onnx_ir as ir
 from runtime.contract import NUM_LOGITS, TensorSpec
 from runtime.provider_contract import LOGIT_ROWS, QUERY_ROWS, TOTAL_LENGTH
 
-from ..matching import drop_dead, is_constant, producer
+from ..matching import constant_of, drop_dead, is_constant, producer
 from ..weights import constant
 
 _SEQLENS, _TOTAL = 5, 6  # inputs of GroupQueryAttention
@@ -38,6 +38,8 @@ class RowInputsPass(ir.passes.InPlacePass):
         for node in [node for node in graph if node.op_type == "Range"]:
             if (new := _stands_for(node, rows, logits)) is not None:
                 node.outputs[0].replace_all_uses_with(new)
+        for node in [node for node in graph if node.op_type == "Reshape"]:
+            _fix_shape(graph, node)
         _tell_attention(graph, rows, total)
         kept = [value for value in graph.inputs if value.name != NUM_LOGITS.name]
         graph.inputs.clear()
@@ -78,6 +80,24 @@ def _stands_for(node: ir.Node, rows: ir.Value, logits: ir.Value) -> ir.Value | N
         return rows
     back = producer(start, "Sub")
     return logits if back is not None and _is_query_len(back.inputs[0]) else None
+
+
+def _fix_shape(graph: ir.Graph, node: ir.Node) -> None:
+    """A computed shape as a constant: 0 copies an axis, and one may follow from the rest."""
+    x, made = node.inputs[0], node.outputs[0]
+    if constant_of(node.inputs[1]) is not None or x is None or not x.shape or not made.shape:
+        return
+    sizes: list[int] = []
+    for i, size in enumerate(made.shape):
+        if isinstance(size, int):
+            sizes.append(size)
+        else:
+            sizes.append(0 if i < len(x.shape) and x.shape[i] == size else -1)
+    if sizes.count(-1) > 1:
+        return
+    name = "outrider.shape." + "_".join(map(str, sizes))
+    node.replace_input_with(1, constant(graph, name, np.array(sizes, np.int64)))
+    node.attributes.pop("allowzero", None)
 
 
 def _tell_attention(graph: ir.Graph, rows: ir.Value, total: ir.Value) -> None:

@@ -2,10 +2,10 @@
 
 TensorRT-RTX builds for named compute capabilities on any machine; TensorRT for the GPU at hand.
 
-The library's own API, without Polygraphy (0.53.6) in between: that keeps the one logger of a process
-for itself, tells a warning once, so that an input dropped from a second graph would pass in silence,
-and leaves out of its errors what the parser said. It chooses between the two libraries when it is
-imported, by an environment variable, and would save a loop over profiles.
+The library's own API, without Polygraphy (0.53.6) in between: that keeps the one logger of a
+process for itself, tells a warning once, so that an input dropped from a second graph would pass in
+silence, and leaves out of its errors what the parser said. It chooses between the two libraries
+when it is imported, by an environment variable, and would save a loop over profiles.
 """
 
 from __future__ import annotations
