@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from runtime.text import Text
 from . import gates
 from .build_plan import BuildPlan, BuildRequest, plan_build
 from .bundle_writer import BundleWriter
-from .draft_plan import WrittenDraft
+from .draft_plan import States, WrittenDraft, no_states
 from .engine_bundle import EngineBuild, engine_card, write_engines
 from .gate_graph import GateGraph
 from .graphs import WrittenGraph, write_accept, write_target
@@ -172,8 +172,20 @@ def _gates(
 ) -> tuple[Gate, ...]:
     tokens = _gate_tokens(plan, directory)
     k = max(1, min(plan.limits.max_draft_tokens, len(tokens) // 3))
-    found = _target_gates(plan, target, directory / "onnx" / "target.onnx", tokens, k)
-    return (*found, *(draft.gates(tokens) if draft else ()))
+    path = directory / "onnx" / "target.onnx"
+    found = _target_gates(plan, target, path, tokens, k)
+    return (*found, *(draft.gates(tokens, _states(plan, target, path)) if draft else ()))
+
+
+def _states(plan: BuildPlan, written: WrittenGraph, path: Path) -> States:
+    """As the graph gives them that the bundle gets."""
+
+    def states(tokens: Sequence[int]) -> np.ndarray:
+        graph = GateGraph(path, written.cache, written.vocab_size)
+        graph.rows(tokens)
+        return graph.features
+
+    return states if plan.taps else no_states
 
 
 def _target_gates(

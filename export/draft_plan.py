@@ -12,6 +12,14 @@ import numpy as np
 from engines.external_data import WeightStore
 from runtime.manifest import DraftCard, Gate
 
+# Tokens of a text → the target's hidden states at their rows, in f32: [n, feature_width].
+States = Callable[[Sequence[int]], np.ndarray]
+
+
+def no_states(_: Sequence[int]) -> np.ndarray:
+    """Of a target whose states nobody reads."""
+    return np.zeros((0, 0), np.float32)
+
 
 @dataclass(frozen=True, kw_only=True)
 class WrittenDraft:
@@ -20,7 +28,8 @@ class WrittenDraft:
     card: DraftCard
     vocab_size: int | None = None  # of q; None: the target's
     d2t: np.ndarray | None = None  # [vocab_size]: target id = i + d2t[i]; None: equal ids
-    gates: Callable[[Sequence[int]], list[Gate]]  # tokens of a text → checks of what was written
+    # Tokens of a text, and the target's states → checks of what was written.
+    gates: Callable[[Sequence[int], States], list[Gate]]
 
 
 class PlanDefaults:

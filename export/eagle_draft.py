@@ -11,18 +11,16 @@ from engines.external_data import WeightStore
 from runtime.manifest import EagleDraft, Gate, ModelCard
 
 from .checkpoint import Checkpoint
-from .draft_plan import PlanDefaults, WrittenDraft
+from .draft_plan import PlanDefaults, States, WrittenDraft
 from .draft_vocabulary import DraftVocabulary, QOver
 from .eagle_gates import QShape, head_parity
 from .eagle_graph import write_fuse, write_head
 from .eagle_head import EagleHead, open_eagle
 from .features import refuse_unsupported
-from .gate_graph import GateGraph
 from .graphs import WrittenGraph
 from .limits import draft_context
 from .precision import Precision
 from .taps import feature_width
-from .trace import cache_spec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +30,6 @@ class EagleDraftPlan(PlanDefaults):
     head: EagleHead
     target: Checkpoint
     precision: Precision
-    target_context: int
     context: int
     q_over: QOver
 
@@ -54,7 +51,6 @@ class EagleDraftPlan(PlanDefaults):
             head=head,
             target=target,
             precision=precision,
-            target_context=target_context,
             context=context,
             q_over=q_over,
         )
@@ -95,7 +91,9 @@ class EagleDraftPlan(PlanDefaults):
             card=self._card(graph),
             vocab_size=vocabulary.q_size(self.q_over),
             d2t=self.head.d2t if self.q_over is QOver.DRAFT else None,
-            gates=lambda tokens: [self._parity(graph, vocabulary, rounded, onnx, tokens)],
+            gates=lambda tokens, states: [
+                self._parity(graph, vocabulary, rounded, onnx, tokens[: self.context], states)
+            ],
         )
 
     def _shared(self, name: str) -> str | None:
@@ -134,17 +132,14 @@ class EagleDraftPlan(PlanDefaults):
         rounded: frozenset[str],
         onnx: Path,
         tokens: Sequence[int],
+        states: States,
     ) -> Gate:
-        tokens = tokens[: self.context]
-        cache = cache_spec(self.target.config, self.target_context)
-        target = GateGraph(onnx / "target.onnx", cache, self.target.config.vocab_size)
-        target.rows(tokens)
         shape = QShape(
             size=vocabulary.q_size(self.q_over),
             columns=None if self.q_over is QOver.DRAFT else vocabulary.target_ids(),
         )
         return head_parity(
-            self.head, graph, self.precision, rounded, onnx, list(tokens), target.features, shape
+            self.head, graph, self.precision, rounded, onnx, list(tokens), states(tokens), shape
         )
 
 

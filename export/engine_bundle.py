@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +37,8 @@ from .engine_graphs import (
     draft_gates,
     exact_logits,
     exact_probs,
+    exact_states,
+    states_gates,
     target_gates,
     write_branch_graph,
     write_draft_graph,
@@ -44,6 +47,7 @@ from .engine_graphs import (
 from .engine_precision import EnginePrecision
 from .gates import Rounding
 from .graphs import write_accept
+from .layer_skip_draft import LayerSkipPlan
 from .model_draft import ModelDraftPlan
 from .ngram_draft import NgramDraftPlan
 from .oracle import record
@@ -79,12 +83,17 @@ def refuse_draft(draft: DraftPlan | None, asked: EngineBuild) -> None:
     """Raises BuildError for a drafter that engines can't carry yet."""
     if draft is None or isinstance(draft, NgramDraftPlan | ModelDraftPlan):
         return
-    if asked.draft_backend == "onnxruntime" and not draft.taps and draft.most_drafts is None:
-        return
-    raise BuildError(
-        f"--draft: received {draft.name} with --backend {asked.backend}. Expected a draft model, "
-        "ngram or none: heads and layer skipping run on --backend onnxruntime alone so far."
-    )
+    if isinstance(draft, LayerSkipPlan):
+        raise BuildError(
+            f"--draft: received {draft.name} with --backend {asked.backend}. Expected another "
+            "drafter: the target's engine has all its layers; use --backend onnxruntime."
+        )
+    if asked.draft_backend != "onnxruntime":
+        raise BuildError(
+            f"--draft: received {draft.name} with --backend {asked.backend}. Expected a draft "
+            "model, ngram or none on engines; others run beside them on the CPU: add "
+            "--draft-backend onnxruntime."
+        )
 
 
 def write_engines(
@@ -99,15 +108,18 @@ def write_engines(
     builder = _Builder(asked, limits, directory, progress)
     progress(f"tracing and writing the target, {target.name}, {asked.precision.name}")
     graph = write_target_graph(
-        target, asked.precision, limits.max_context, builder.scratch, trees=builder.trees
-    )
-    written, draft_checks = builder.draft(draft, graph.vocab_size)
+        target, asked.precision, limits.max_context, builder.scratch,
+        taps=draft.taps if draft else (), trees=builder.trees,
+    )  # fmt: skip
+    written, draft_checks = builder.draft(draft, graph)
     builder.accept(graph.vocab_size, written)
 
     def gates(tokens: list[int]) -> tuple[Gate, ...]:
         k = max(1, min(limits.max_draft_tokens, len(tokens) // 3))
         progress("checking the graphs against the checkpoints")
         found = target_gates(target, graph, asked.precision, tokens, k) + draft_checks(tokens)
+        if draft and draft.taps:
+            found += states_gates(target, graph, asked.precision, tokens, draft.taps)
         builder.plan("target", graph.path, target_profiles(limits))
         builder.record(graph, written, tokens)
         builder.finish()
@@ -139,10 +151,11 @@ class _Builder:
         (self._plans / f"{name}.plan").write_bytes(made.data)
 
     def draft(
-        self, draft: DraftPlan | None, target_vocab: int
+        self, draft: DraftPlan | None, target: EngineGraph
     ) -> tuple[WrittenDraft | None, Callable[[list[int]], list[Gate]]]:
         if draft is None:
             return None, lambda _: []
+        target_vocab = target.vocab_size
         if isinstance(draft, ModelDraftPlan) and self.asked.draft_backend != "onnxruntime":
             return self._model_draft(draft, target_vocab)
         self._progress(f"writing the draft, {draft.name}")
@@ -151,7 +164,9 @@ class _Builder:
         written = draft.write(self._onnx, store, target_vocab=target_vocab, trees=self.trees)
         if not any(self._onnx.iterdir()):
             self._onnx.rmdir()
-        return written, written.gates
+        if draft.taps and target.exact is None:
+            return written, lambda _: []  # nothing to hold a head's states against
+        return written, lambda tokens: written.gates(tokens, partial(exact_states, target))
 
     def _model_draft(
         self, draft: ModelDraftPlan, target_vocab: int
@@ -180,7 +195,7 @@ class _Builder:
             card=ModelDraft(card=card),
             vocab_size=vocabulary.q_size(QOver.DRAFT),
             d2t=model.d2t,
-            gates=lambda tokens: gates(list(tokens)),
+            gates=lambda tokens, _: gates(list(tokens)),
         )
         return written, gates
 

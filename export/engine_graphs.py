@@ -60,9 +60,11 @@ def write_target_graph(
     max_context: int,
     scratch: Path,
     *,
+    taps: Sequence[int] = (),
     trees: bool = False,
 ) -> EngineGraph:
-    model = _bound(checkpoint, max_context, trees=trees)
+    """taps: hidden states that a drafter reads. trees: it verifies trees."""
+    model = _bound(checkpoint, max_context, taps=taps, trees=trees)
     vocab = checkpoint.config.vocab_size
     return _written("target", model, checkpoint, precision, max_context, vocab, scratch)
 
@@ -167,7 +169,11 @@ class EngineGateGraph(GateGraph):
             **self._sizes(count),
             **self._past,
         }
-        self._executor.bind(inputs, {"logits": logits, **self._present}).run()
+        outputs = {"logits": logits, **self._present}
+        if self.features.shape[1]:
+            self.features = np.zeros((count, self.features.shape[1]), np.float32)
+            outputs["features"] = self.features[None]
+        self._executor.bind(inputs, outputs).run()
         self.length += count
         return logits[0]
 
@@ -231,6 +237,33 @@ def exact_logits(
     if graph.exact is None:
         return None
     return gate_graph(graph.exact, graph.exact_cache, graph.vocab_size).in_chunks(tokens)
+
+
+def exact_states(graph: EngineGraph, tokens: Sequence[int]) -> Array:
+    """The hidden states that a head reads, in f32 arithmetic: [len(tokens), feature_width]."""
+    assert graph.exact is not None  # or no gate of a head runs
+    exact = EngineGateGraph(graph.exact, graph.exact_cache, graph.vocab_size)
+    exact.rows(tokens)
+    return exact.features
+
+
+def states_gates(
+    checkpoint: Checkpoint,
+    graph: EngineGraph,
+    precision: EnginePrecision,
+    tokens: Sequence[int],
+    taps: Sequence[int],
+) -> list[Gate]:
+    """Those states against the eager model's. Raises GateFailed."""
+    if graph.exact is None:
+        return [skipped("features", checkpoint)]
+    exact = EngineGateGraph(graph.exact, graph.exact_cache, graph.vocab_size)
+    return [
+        gates.features_parity(
+            exact, checkpoint.load_eager, tokens, taps, precision, graph.rounded,
+            needs_bytes=checkpoint.eager_bytes(),
+        )
+    ]  # fmt: skip
 
 
 def exact_probs(graph: EngineGraph, size: int, tokens: Sequence[int]) -> Array | None:

@@ -107,7 +107,7 @@ class LayerSkipPlan(PlanDefaults):
         rounded = rounded_weights(model, self.target)
         return WrittenDraft(
             card=LayerSkipDraft(skipped_layers=skipped),
-            gates=lambda tokens: [
+            gates=lambda tokens, _: [
                 self._parity(path, skipped, rounded, tokens),
                 *([_outcome(found)] if found else []),
             ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -26,7 +25,6 @@ from .draft_plan import WrittenDraft
 from .draft_tail import tail_model
 from .draft_vocabulary import DraftVocabulary, QOver
 from .eagle_graph import rounded_names
-from .gate_graph import GateGraph
 from .medusa_heads import MedusaHeads, open_medusa
 from .medusa_module import MedusaModule
 from .portable import bind_weights, simplify
@@ -34,7 +32,7 @@ from .precision import Precision
 from .quiet import quiet
 from .tolerances import EAGER
 from .torch_onnx import to_onnx
-from .trace import cache_spec, cleaned
+from .trace import cleaned
 
 OUTPUT = "lm_head.weight"  # the target's, where the heads have none
 
@@ -113,7 +111,7 @@ class MedusaDraftPlan:
             card=self._card(),
             vocab_size=vocabulary.q_size(self.q_over),
             d2t=d2t if self.q_over is QOver.DRAFT else None,
-            gates=lambda tokens: [self._parity(onnx, rounded, tokens)],
+            gates=lambda tokens, states: [self._parity(onnx, rounded, states(tokens))],
         )
 
     def _traced(self) -> ir.Model:
@@ -171,15 +169,12 @@ class MedusaDraftPlan:
             feature_width=heads.hidden_size,
         )
 
-    def _parity(self, onnx: Path, rounded: frozenset[str], tokens: Sequence[int]) -> Gate:
+    def _parity(self, onnx: Path, rounded: frozenset[str], rows: np.ndarray) -> Gate:
         """All heads in f32 arithmetic on the target's states, against the eager ones."""
-        cache = cache_spec(self.target.config, self.context)
-        target = GateGraph(onnx / "target.onnx", cache, self.target.config.vocab_size)
-        target.rows(tokens)
-        states = target.features[:, None]  # a row a batch
+        states = rows[:, None]  # a row a batch
         graph, eager = self._graph_rows(onnx, states), self._eager_rows(rounded, states)
         error = gates.relative_error(graph, eager)
-        figures: gates.Figures = {"relative_error": error, "limit": EAGER, "rows": len(tokens)}
+        figures: gates.Figures = {"relative_error": error, "limit": EAGER, "rows": len(rows)}
         if not error <= EAGER:
             raise GateFailed(
                 f"gate draft parity: received a relative error of {error:.3g} against the eager "

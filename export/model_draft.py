@@ -92,7 +92,7 @@ class ModelDraftPlan(PlanDefaults):
             card=ModelDraft(card=self._card(graph)),
             vocab_size=vocabulary.q_size(self.q_over),
             d2t=self.draft.d2t if over_draft else None,
-            gates=lambda tokens: [self._parity(graph, vocabulary, onnx / "draft.onnx", tokens)],
+            gates=lambda tokens, _: [self._parity(graph, vocabulary, onnx / "draft.onnx", tokens)],
         )
 
     def _card(self, graph: WrittenGraph) -> ModelCard:

@@ -44,4 +44,4 @@ class NgramDraftPlan(PlanDefaults):
     def write(
         self, onnx: Path, store: WeightStore, *, target_vocab: int, trees: bool
     ) -> WrittenDraft:
-        return WrittenDraft(card=self.card, gates=lambda _: [])
+        return WrittenDraft(card=self.card, gates=lambda *_: [])

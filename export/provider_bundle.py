@@ -21,7 +21,7 @@ from runtime.provider_contract import PROVIDER_BACKEND
 
 from .accept_graph import accept_model
 from .checkpoint import Checkpoint
-from .draft_plan import DraftPlan, WrittenDraft
+from .draft_plan import DraftPlan, WrittenDraft, no_states
 from .draft_tail import tail_model
 from .draft_vocabulary import DraftVocabulary, QOver
 from .engine_bundle import engine_card
@@ -89,7 +89,7 @@ def write_provider_graphs(
         k = max(1, min(limits.max_draft_tokens, len(tokens) // 3))
         progress("checking the graphs against the checkpoints")
         found = target_gates(target, graph, asked.precision, tokens, k, ProviderGateGraph)
-        found += written.gates(tokens) if written else []
+        found += written.gates(tokens, no_states) if written else []
         writer.record(graph, written, tokens)
         shutil.rmtree(writer.scratch)
         return tuple(found)
@@ -141,7 +141,7 @@ class _Writer:
             card=ModelDraft(card=engine_card(model.checkpoint, graph, precision)),
             vocab_size=vocabulary.q_size(QOver.DRAFT),
             d2t=model.d2t,
-            gates=lambda tokens: draft_gates(model, graph, precision, tokens),
+            gates=lambda tokens, _: draft_gates(model, graph, precision, tokens),
         )
 
     def accept(self, vocab: int, draft: WrittenDraft | None) -> None:

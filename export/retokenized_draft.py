@@ -16,7 +16,7 @@ from runtime.manifest import DRAFT_TOKENIZER, Gate, ModelDraft, RetokenizedDraft
 
 from .checkpoint import Checkpoint
 from .draft import open_foreign
-from .draft_plan import PlanDefaults, WrittenDraft
+from .draft_plan import PlanDefaults, States, WrittenDraft
 from .model_draft import ModelDraftPlan
 from .precision import Precision
 
@@ -52,9 +52,9 @@ class RetokenizedDraftPlan(PlanDefaults):
         tokenizer.no_padding()
         tokenizer.save(str(onnx.parent / DRAFT_TOKENIZER))
 
-        def gates(tokens: Sequence[int]) -> list[Gate]:
+        def gates(tokens: Sequence[int], states: States) -> list[Gate]:
             """The target's tokens are no text to this model, but rows of it all the same."""
-            return written.gates([token % draft.vocab_size for token in tokens])
+            return written.gates([token % draft.vocab_size for token in tokens], states)
 
         assert isinstance(written.card, ModelDraft)  # what a model's plan writes
         return WrittenDraft(card=RetokenizedDraft(card=written.card.card), gates=gates)

@@ -17,11 +17,20 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 import pytest
+from family_configs import FAMILIES, MAX_CONTEXT, Family
+from family_configs import VOCAB as FAMILY_VOCAB
+from helpers_family import CHUNKS, bind, eager_logits, portable_graph, text
+from tiny_checkpoints import random_model
 from typer.testing import CliRunner
 
+from engines.external_data import WeightStore, save
 from engines.onnxruntime_cuda.kernels import check_kernels
+from engines.onnxruntime_cuda.lowering import lower, lower_exactly
 from export.build import BuildRequest, build
 from export.cli import app
+from export.gates import relative_error
+from export.provider_graphs import ProviderGateGraph
+from export.trace import cache_spec
 from runtime import Decoder, SamplingParams, engine, engine_contract
 from runtime.bundle import Bundle
 from runtime.errors import BuildError, BundleError, EngineError
@@ -287,6 +296,28 @@ def test_what_it_does_not_build(
     with pytest.raises(BuildError, match=message):
         _build(tmp_path / "no", tiny_target, options.pop("draft", tiny_draft), **options)  # type: ignore[arg-type]
     assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize(
+    "family", [f for f in FAMILIES if f.name in ("gpt2", "qwen3", "gemma2")], ids=lambda f: f.name
+)
+def test_a_family_is_itself_without_a_size(family: Family, tmp_path: Path) -> None:
+    """Learned positions and tanh's Gelu; norms of queries and keys; windows and soft caps."""
+    config = family.config()
+    model = random_model(config)
+    exact = portable_graph(config, MAX_CONTEXT)
+    bind(exact, model)
+    half = exact.clone()
+    lower_exactly(exact, None)
+    lower(half, None)
+    check_kernels(family.name, half)
+    tokens = text(sum(CHUNKS), FAMILY_VOCAB)
+    expected = eager_logits(model, tokens)
+    for graph, dtype, limit in ((exact, "float32", 2e-5), (half, "float16", 1e-2)):
+        path = save(graph, dtype, WeightStore(directory=tmp_path))
+        cache = replace(cache_spec(config, MAX_CONTEXT), dtype=dtype)
+        found = ProviderGateGraph(path, cache, FAMILY_VOCAB).in_chunks(tokens)
+        assert relative_error(found, expected) < limit
 
 
 @pytest.mark.parametrize(

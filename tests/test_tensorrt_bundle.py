@@ -10,15 +10,21 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from engines.tensorrt.build import BuildOptions, build_plan
+from engines.tensorrt.package import load
+from engines.tensorrt.ranges import target_profiles
 from export.build import BuildRequest, build
+from export.checkpoint import open_checkpoint
 from export.cli import app
+from export.engine_graphs import exact_states, write_target_graph
+from export.engine_precision import engine_precision
 from export.ranking_gate import ranking
 from runtime import Decoder
 from runtime.bundle import Bundle
 from runtime.cuda.driver import Gpu
 from runtime.cuda.plan import Shapes, check_gpu, check_version, choose_profile
 from runtime.errors import BuildError, BundleError, EngineError, GateFailed
-from runtime.manifest import EngineCard, Manifest
+from runtime.manifest import EngineCard, Limits, Manifest
 
 rtx = pytest.importorskip(
     "tensorrt_rtx", reason="tensorrt-rtx isn't installed: pip install tensorrt-rtx-cu13"
@@ -124,6 +130,23 @@ def test_a_bundle_that_makes_trees_is_complete(
     gates = {gate.name: gate for gate in bundle.manifest.gates}
     assert gates["branch"].status == "passed"
     assert gates["branch"].figures["rows"] > 0  # type: ignore[operator]
+
+
+def test_a_target_that_gives_its_states_builds(tiny_target: Path, tmp_path: Path) -> None:
+    """What heads beside the engine start from: one more output, widened as the logits are."""
+    limits = Limits(max_batch=1, max_context=128, max_draft_tokens=4, max_tree_nodes=12)
+    checkpoint = open_checkpoint(str(tiny_target))
+    graph = write_target_graph(
+        checkpoint, engine_precision("fp16"), 128, tmp_path, taps=(1, 2), trees=True
+    )
+    plan = build_plan(
+        load("tensorrt-rtx"),
+        graph.path,
+        target_profiles(limits),
+        BuildOptions(compute_capabilities=(89,)),
+    )
+    assert len(plan.data) > plan.weight_bytes
+    assert exact_states(graph, [3, 5, 7]).shape == (3, 128)
 
 
 def test_a_ranking_that_is_not_the_drafts_fails_the_build() -> None:

@@ -83,21 +83,28 @@ def _stands_for(node: ir.Node, rows: ir.Value, logits: ir.Value) -> ir.Value | N
 
 
 def _fix_shape(graph: ir.Graph, node: ir.Node) -> None:
-    """A computed shape as a constant: 0 copies an axis, and one may follow from the rest."""
+    """A computed shape as a constant: 0 copies an axis, and one may follow from the rest.
+
+    Rows that were flattened come back as one sequence: a bundle decodes one at a time.
+    """
     x, made = node.inputs[0], node.outputs[0]
     if constant_of(node.inputs[1]) is not None or x is None or not x.shape or not made.shape:
         return
-    sizes: list[int] = []
-    for i, size in enumerate(made.shape):
-        if isinstance(size, int):
-            sizes.append(size)
-        else:
-            sizes.append(0 if i < len(x.shape) and x.shape[i] == size else -1)
+    sizes = [_size(x, i, size) for i, size in enumerate(made.shape)]
+    if sizes[:2] == [-1, -1]:
+        sizes[0] = 1
     if sizes.count(-1) > 1:
         return
     name = "outrider.shape." + "_".join(map(str, sizes))
     node.replace_input_with(1, constant(graph, name, np.array(sizes, np.int64)))
     node.attributes.pop("allowzero", None)
+
+
+def _size(x: ir.Value, axis: int, size: int | ir.SymbolicDim) -> int:
+    if isinstance(size, int):
+        return size
+    assert x.shape is not None
+    return 0 if axis < len(x.shape) and x.shape[axis] == size else -1
 
 
 def _tell_attention(graph: ir.Graph, rows: ir.Value, total: ir.Value) -> None:
