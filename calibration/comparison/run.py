@@ -17,9 +17,9 @@ from .layers import broken_layers, draft_layers, target_layers
 from .measure import Measurement
 from .paths import check_lengths
 from .records import Record
-from .request import Request, room, window
+from .request import Request, room
 from .result import SCHEMA, Result, make_result
-from .sides import BUNDLE, REFERENCE, Side, check_comparable
+from .sides import BUNDLE, REFERENCE, Drafts, Side, check_comparable
 from .work import WorkFile
 
 
@@ -71,9 +71,9 @@ def _records(
 
 def _measurement(request: Request) -> Measurement:
     bundles = {REFERENCE: request.reference, BUNDLE: request.bundle}
-    most = window(request)
-    sides = {name: Side(b, request.options, most) for name, b in bundles.items()}
-    return Measurement(sides, request.settings, request.reference.manifest.eos_token_ids)
+    sides = {name: Side(b, request.options) for name, b in bundles.items()}
+    drafts = Drafts(bundles, sides, request.settings.k, request.options)
+    return Measurement(sides, drafts, request.settings, request.reference.manifest.eos_token_ids)
 
 
 def _free_writers(request: Request, prompts: PromptSet) -> Callable[[TokenizedPrompt], bool]:
