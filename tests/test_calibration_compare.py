@@ -301,11 +301,6 @@ def test_another_vocabulary_is_refused(folder: Path, bundles: dict[str, Path]) -
     assert f"received {VOCAB + 4} tokens" in error
 
 
-def test_a_bundle_without_a_draft_is_refused(folder: Path, bundles: dict[str, Path]) -> None:
-    plain = write_bundle(folder / "plain", TARGET, None)
-    assert "rebuild it with --draft" in failed_compare(plain, "--reference", bundles["reference"])
-
-
 def test_too_little_text_is_refused(folder: Path, bundles: dict[str, Path]) -> None:
     few = write_prompts(folder / "few.jsonl", count=3)
     rows = [json.dumps({"prompt": "long " * 40, "id": f"l{i}"}) + "\n" for i in range(3)]

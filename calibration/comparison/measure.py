@@ -21,7 +21,7 @@ from .law import Apart, law, overlap, top_margin
 from .records import Drift, Flip, FreeText, Record, Rounds
 from .rounds import Judged, judge, verify
 from .settings import Settings
-from .sides import BUNDLE, NAMES, PAIRS, REFERENCE, Drafts, Pair, Side
+from .sides import BUNDLE, NAMES, REFERENCE, Drafts, Pair, Side
 from .writing import WRITING_K, Place, deciding, write
 
 Array = NDArray[Any]
@@ -55,7 +55,7 @@ class Measurement:
         if path is None:
             path = self._reference_text(place)
         overlaps, drift, flip = self._forced(place, path)
-        pairs = PAIRS if writes_freely(prompt) else ()
+        pairs = self._drafts.pairs if writes_freely(prompt) else ()
         return Record(
             prompt=prompt.id,
             category=prompt.category,
@@ -101,11 +101,11 @@ class Measurement:
             side.begin(place.prompt.tokens)
             logits[name] = side.target.rows(queries)
         self._drafts.begin()
-        overlaps, certain = dict.fromkeys((pair.key for pair in PAIRS), 0.0), np.zeros(1)
+        overlaps = dict.fromkeys((pair.key for pair in self._drafts.pairs), 0.0)
         for i in range(len(queries)):
             p = {name: law(logits[name][i], place.temperature) for name in NAMES}
             known = [*place.prompt.tokens, *path[:i]]
-            drafted = self._drafts.propose(known, 1, place.temperature, certain)
+            drafted = self._drafts.propose(known, 1, place.temperature, np.zeros(1))
             for pair, drafts in drafted.items():
                 for q in drafts.q:
                     overlaps[pair.key] += overlap(p[pair.target], q, drafts.ids)
@@ -113,7 +113,7 @@ class Measurement:
 
     def _rounds(self, place: Place, path: Tokens) -> dict[str, Rounds]:
         """From the last place to the first: what a round writes lies behind the places to come."""
-        tallies = {pair.key: _Tally(self._settings.k) for pair in PAIRS}
+        tallies = {pair.key: _Tally(self._settings.k) for pair in self._drafts.pairs}
         uniforms = place.uniforms("rounds")
         for start in sorted(_starts(len(path), self._settings.rounds), reverse=True):
             for pair, judged, drafted in self._round(place, path, start, uniforms):

@@ -12,6 +12,7 @@ from runtime.executor import EngineOptions
 from .limits import Limits
 from .paths import Paths
 from .settings import Settings
+from .sides import why_no_acceptance
 from .writing import WRITING_K
 
 
@@ -29,11 +30,26 @@ class Request:
     work: Path  # where records are kept while it runs
     options: EngineOptions = field(default_factory=EngineOptions)
 
+    @property
+    def no_acceptance(self) -> str:
+        """Why drafts are left out; empty where they are compared."""
+        return why_no_acceptance(self.reference, self.bundle)
+
+
+def check_limits(request: Request) -> None:
+    """Raises InvalidRequest for a limit of something that can't be measured."""
+    drop, reason = request.limits.max_acceptance_drop, request.no_acceptance
+    if drop is not None and reason:
+        raise InvalidRequest(
+            f"--max-acceptance-drop: received {drop:g} where {reason}. Expected drafts that can be "
+            "tried on both targets; compare such bundles, or leave the limit out."
+        )
+
 
 def room(request: Request) -> int:
     """The longest prompt: behind it come a text and one round."""
     sides, settings = (request.reference, request.bundle), request.settings
-    for side in sides:
+    for side in () if request.no_acceptance else sides:
         most = side.manifest.limits.max_draft_tokens
         if settings.k > most:
             raise InvalidRequest(

@@ -17,7 +17,7 @@ from .layers import broken_layers, draft_layers, target_layers
 from .measure import Measurement
 from .paths import check_lengths
 from .records import Record
-from .request import Request, room
+from .request import Request, check_limits, room
 from .result import SCHEMA, Result, make_result
 from .sides import BUNDLE, REFERENCE, Drafts, Side, check_comparable
 from .work import WorkFile
@@ -31,9 +31,12 @@ def compare(
 ) -> Result:
     """Raises an OutriderError for what can't be compared."""
     check_comparable(request.reference, request.bundle)
+    check_limits(request)
     check_lengths(request.paths, request.settings.path_tokens)
     prompts = read_prompts(request.prompt_files, request.limit, request.reference, room(request))
-    tell("measuring acceptance and drift, prompt by prompt")
+    if request.no_acceptance:
+        tell(f"acceptance is not compared: {request.no_acceptance}")
+    tell("measuring, prompt by prompt")
     try:
         records = _records(request, prompts, on_plan, on_record)
     except NonFinite as error:
@@ -72,7 +75,8 @@ def _records(
 def _measurement(request: Request) -> Measurement:
     bundles = {REFERENCE: request.reference, BUNDLE: request.bundle}
     sides = {name: Side(b, request.options) for name, b in bundles.items()}
-    drafts = Drafts(bundles, sides, request.settings.k, request.options)
+    drafting = {} if request.no_acceptance else bundles
+    drafts = Drafts(drafting, sides, request.settings.k, request.options)
     return Measurement(sides, drafts, request.settings, request.reference.manifest.eos_token_ids)
 
 

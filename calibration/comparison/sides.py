@@ -97,7 +97,7 @@ class Side:
 
 
 class Drafts:
-    """What drafts in each of the four pairs.
+    """What drafts in each of the four pairs; without bundles nothing does.
 
     A head reads the states of the target that it drafts for, so it is another one in each pair. A
     draft model reads tokens alone, and is the same for both targets.
@@ -119,6 +119,11 @@ class Drafts:
                 drafter = alone or opened.drafter(sides[target].target.features)
                 self._of[Pair(target=target, draft=name)] = drafter
 
+    @property
+    def pairs(self) -> tuple[Pair, ...]:
+        """In the order of PAIRS."""
+        return tuple(pair for pair in PAIRS if pair in self._of)
+
     def of(self, pair: Pair) -> BundleDrafter:
         return self._of[pair]
 
@@ -139,7 +144,7 @@ class Drafts:
 
 
 def check_comparable(reference: Bundle, bundle: Bundle) -> None:
-    """Both speak the same tokens and draft alike. Raises VocabularyMismatch or BundleError."""
+    """Both speak the same tokens, and run here. Raises VocabularyMismatch or BundleError."""
     ours, theirs = bundle.manifest, reference.manifest
     if ours.tokenizer_sha256 != theirs.tokenizer_sha256:
         raise VocabularyMismatch(
@@ -159,21 +164,27 @@ def check_comparable(reference: Bundle, bundle: Bundle) -> None:
                 f"{side.path}: received engines of {side.manifest.backend}. Expected graphs of "
                 "--backend onnxruntime, which run anywhere; build the same precision for it."
             )
-        if not isinstance(side.manifest.draft, ComparedDraft):
-            raise BundleError(
-                f"{side.path}: received a bundle without a draft model of the target's tokens or "
-                "an EAGLE or Medusa head. Expected a draft whose acceptance can be compared; "
-                "rebuild it with --draft DIR."
+
+
+def why_no_acceptance(reference: Bundle, bundle: Bundle) -> str:
+    """Empty where each side's draft can be tried on either target."""
+    for side in (bundle, reference):
+        draft = side.manifest.draft
+        if not isinstance(draft, ComparedDraft):
+            what = draft.name if draft else "nothing"
+            return (
+                f"{side.path.name} drafts by {what}, which is not a draft model of the target's "
+                "tokens, an EAGLE or a Medusa head"
             )
-    if (received := _states(bundle)) != (expected := _states(reference)):
-        raise BundleError(
-            f"{bundle.path}: received a draft that reads {received}. Expected one that reads "
-            f"{expected}, as {reference.path} has: each draft is tried on both targets."
+    ours, theirs = _reads(bundle), _reads(reference)
+    if ours != theirs:
+        return (
+            f"the draft of {bundle.path.name} reads {ours}, that of {reference.path.name} {theirs}"
         )
+    return ""
 
 
-def _states(bundle: Bundle) -> str:
-    """Of the target: what its drafter reads."""
+def _reads(bundle: Bundle) -> str:
     draft = bundle.manifest.draft
     if isinstance(draft, EagleDraft):
         return f"the target's states at layers {', '.join(map(str, draft.taps))}"
