@@ -17,11 +17,6 @@ from runtime import drafter as runtime_drafter
 from runtime.buffers import RoundBuffers
 from runtime.bundle import Bundle
 from runtime.constraint import Constraint
-from runtime.contract import GraphSpec, draft_graph
-from runtime.draft_model import DraftModel
-from runtime.drafters import load_head
-from runtime.executor import EngineOptions, Executor
-from runtime.features import FeatureStore
 from runtime.manifest import EagleDraft, MedusaDraft, ModelDraft
 from runtime.reference import draw
 from runtime.sampling import SamplingParams
@@ -83,33 +78,6 @@ class TargetAsDraft:
             unread = [drafts[-1]]
         self._read = [*tokens, *drafts[:-1]]
         return _drafted(drafts, laws, self._ids)
-
-
-class OpenDrafter:
-    """The graphs of a bundle's drafter, each opened once, whoever's text it drafts behind."""
-
-    def __init__(self, bundle: Bundle, k: int, options: EngineOptions) -> None:
-        self._bundle, self._k, self._options = bundle, k, options
-        self._graphs: dict[str, Executor] = {}
-
-    def drafter(self, features: FeatureStore | None) -> BundleDrafter:
-        """features: of the target that a head drafts for."""
-        manifest = self._bundle.manifest
-        card, size = manifest.draft, manifest.draft_vocab_size
-        buffers = RoundBuffers(self._k, manifest.target.vocab_size, size)
-        if isinstance(card, ModelDraft):
-            cache = card.card.cache
-            model = DraftModel(self._open("draft", draft_graph(cache)), cache, buffers)
-            return BundleDrafter(model, buffers, self._bundle)
-        assert isinstance(card, EagleDraft | MedusaDraft)  # others are refused before
-        head = load_head(card, self._open, buffers, features)
-        return BundleDrafter(head, buffers, self._bundle)
-
-    def _open(self, name: str, spec: GraphSpec, *, sizes: dict[str, int] | None = None) -> Executor:
-        if name not in self._graphs:
-            path = self._bundle.path / "onnx" / f"{name}.onnx"
-            self._graphs[name] = Executor.load(path, spec, self._options)
-        return self._graphs[name]
 
 
 class BundleDrafter:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from runtime.bundle import Bundle
 from runtime.contract import CacheSpec, GraphSpec, target_graph
 from runtime.errors import EngineError
-from runtime.executor import Call, EngineOptions, Executor, cache_buffers
+from runtime.executor import Call, Executor, cache_buffers
 from runtime.features import FeatureStore
 from runtime.tree_buffers import chain_inputs
 
@@ -44,14 +44,9 @@ class CachedGraph:
     """One graph over caches of its own."""
 
     def __init__(
-        self,
-        path: Path,
-        spec: GraphSpec,
-        cache: CacheSpec,
-        sizes: Mapping[str, int],
-        options: EngineOptions,
+        self, executor: Executor, spec: GraphSpec, cache: CacheSpec, sizes: Mapping[str, int]
     ) -> None:
-        self._executor = Executor.load(path, spec, options)
+        self._executor = executor
         self._past = cache_buffers(cache.past(), cache.shape(1))
         pairs = zip(cache.past(), cache.present(), strict=True)
         self._present = {present.name: self._past[past.name] for past, present in pairs}
@@ -108,12 +103,12 @@ class _Bound:
 class TargetGraph:
     """Logits of a bundle's target; features: its states, where the bundle's drafter reads them."""
 
-    def __init__(self, bundle: Bundle, options: EngineOptions) -> None:
+    def __init__(self, bundle: Bundle, executor: Executor) -> None:
         card = bundle.manifest.target
         self.vocab = card.vocab_size
         self._path = bundle.path
-        path, spec = bundle.model_path("target"), target_graph(card.cache)
-        self.graph = CachedGraph(path, spec, card.cache, {"vocab": self.vocab}, options)
+        spec = target_graph(card.cache)
+        self.graph = CachedGraph(executor, spec, card.cache, {"vocab": self.vocab})
         width = bundle.manifest.feature_width
         self.features = FeatureStore(width, self.graph.max_context, CHUNK) if width else None
 

@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 from runtime.bundle import Bundle
 from runtime.errors import BundleError, VocabularyMismatch
-from runtime.executor import EngineOptions
 from runtime.manifest import EagleDraft, MedusaDraft
 
-from .drafting import BundleDrafter, ComparedDraft, Drafted, OpenDrafter
+from .drafting import BundleDrafter, ComparedDraft, Drafted
 from .graphs import TargetGraph
+from .opened import OpenBundle
 
 Array = NDArray[Any]
 
@@ -76,10 +76,10 @@ DIFFERENCES = (
 
 
 class Side:
-    """One bundle's target, loaded, at one place of one prompt's text."""
+    """One bundle's target at one place of one prompt's text."""
 
-    def __init__(self, bundle: Bundle, options: EngineOptions) -> None:
-        self.target = TargetGraph(bundle, options)
+    def __init__(self, target: TargetGraph) -> None:
+        self.target = target
         self.prompt: tuple[int, ...] = ()
 
     def begin(self, prompt: tuple[int, ...]) -> None:
@@ -103,20 +103,13 @@ class Drafts:
     draft model reads tokens alone, and is the same for both targets.
     """
 
-    def __init__(
-        self,
-        bundles: Mapping[str, Bundle],
-        sides: Mapping[str, Side],
-        k: int,
-        options: EngineOptions,
-    ) -> None:
+    def __init__(self, opened: Mapping[str, OpenBundle], sides: Mapping[str, Side], k: int) -> None:
         self._of: dict[Pair, BundleDrafter] = {}
-        for name, bundle in bundles.items():
-            opened = OpenDrafter(bundle, k, options)
-            reads_states = bundle.manifest.feature_width > 0
-            alone = None if reads_states else opened.drafter(None)
+        for name, bundle in opened.items():
+            reads_states = bundle.bundle.manifest.feature_width > 0
+            alone = None if reads_states else bundle.drafter(k, None)
             for target in NAMES:
-                drafter = alone or opened.drafter(sides[target].target.features)
+                drafter = alone or bundle.drafter(k, sides[target].target.features)
                 self._of[Pair(target=target, draft=name)] = drafter
 
     @property
