@@ -107,6 +107,8 @@ def _fill_engines(
     plan: BuildPlan, asked: EngineBuild, directory: Path, progress: Progress
 ) -> Manifest:
     """The same with plans in place of graphs; step times are measured where there is a GPU."""
+    if plan.calibration is not None:
+        _write_report(directory, "calibration", plan.calibration.run(progress))
     written = write_engines(asked, plan.target, plan.draft, plan.limits, directory, progress)
     plan.target.save_tokenizer(directory)
     card = engine_card(plan.target, written.target, asked.precision)

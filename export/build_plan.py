@@ -21,7 +21,11 @@ from .checkpoint import Checkpoint, open_checkpoint
 from .draft_plan import DraftPlan
 from .drafters import DraftRequest, open_drafter
 from .engine_bundle import EngineBuild, refuse_draft
-from .engine_precision import engine_precision
+from .engine_precision import (
+    engine_draft_precision,
+    engine_precision,
+    refuse_without_engines,
+)
 from .features import refuse_unproven, refuse_unsupported
 from .fidelity_gate import FidelityGate
 from .limits import check_batch, check_draft_tokens, check_tree_nodes, target_context
@@ -84,14 +88,18 @@ def plan_build(request: BuildRequest) -> BuildPlan:
     engines = engine_build(request)
     chosen: Precision = precision(DRAFTS_BESIDE_ENGINES if engines else request.precision)
     chosen = replace(chosen, rows_alike=chosen.rows_alike and request.rows_alike)
-    refuse_without_recipe(request.calibration, chosen)
+    recipe = engines.precision.recipe if engines else chosen
+    refuse_without_recipe(request.calibration, request.precision, recipe)
     target = open_checkpoint(request.target)
     target.text_files()  # raises here rather than after minutes
     context = target_context(request.max_context, target.config, target.name)
     calibration = None
-    if chosen.calibrated:
-        calibration = plan_calibration(request.calibration, target, chosen, context)
-        chosen = calibration.precision
+    if recipe is not None and recipe.calibrated:
+        calibration = plan_calibration(request.calibration, target, recipe, context)
+        if engines:
+            engines = engines.calibrated(calibration.precision)
+        else:
+            chosen = calibration.precision
     asked = _draft_request(request)
     if engines and engines.draft_backend != "onnxruntime":
         asked = replace(asked, precision=None)  # it is an engine's, and checked as one
@@ -135,6 +143,8 @@ def engine_build(request: BuildRequest) -> EngineBuild | None:
                     f"{flag}: received it with --backend {request.backend}. Expected a backend of "
                     f"engines: {', '.join(ENGINE_LIBRARIES)}."
                 )
+        refuse_without_engines(request.precision, "--precision", request.backend)
+        refuse_without_engines(request.draft_precision, "--draft-precision", request.backend)
         return None
     draft_backend = request.draft_backend or request.backend
     if draft_backend not in ("onnxruntime", request.backend):
@@ -148,11 +158,12 @@ def engine_build(request: BuildRequest) -> EngineBuild | None:
             "onnxruntime: a gate decodes, which engines do on a GPU alone."
         )
     check_targets(load(request.backend), request.compute_capabilities)
-    own = draft_backend == request.backend and request.draft_precision is not None
-    draft_name = request.draft_precision if own else request.precision
+    own = draft_backend == request.backend
+    target = engine_precision(request.precision)
+    draft_name = request.draft_precision if own else None
     chosen = {
-        "--precision": engine_precision(request.precision),
-        "--draft-precision": engine_precision(draft_name or request.precision, "--draft-precision"),
+        "--precision": target,
+        "--draft-precision": engine_draft_precision(draft_name or target.for_drafts),
     }
     for flag, one in chosen.items():
         if one.weights is not None:

@@ -119,7 +119,12 @@ class CalibrationPlan:
                 }
             }
         found = find_scales(
-            graph, run, top=eight.top, rule=self.precision.rule, smooth=self.precision.smooth
+            graph,
+            run,
+            top=eight.top,
+            rule=self.precision.rule,
+            smooth=self.precision.smooth,
+            most_reach=self.precision.most_reach,
         )
         inputs.put(found)
         return {"input_scale": {name: one.scale for name, one in found.items()}}
@@ -159,7 +164,8 @@ def plan_calibration(
 
 def _recipe(precision: Precision) -> str:
     """What of it decides what is found."""
-    parts = (precision.format, precision.eight_bits, precision.smooth, precision.rule)
+    eight = (precision.eight_bits, precision.smooth, precision.rule, precision.most_reach)
+    parts = (precision.format, *eight)
     return repr((precision.name, *parts))
 
 
@@ -187,12 +193,12 @@ def write_json(path: Path, value: object) -> None:
     partial.replace(path)
 
 
-def refuse_without_recipe(request: CalibrationRequest, precision: Precision) -> None:
-    """Raises BuildError where texts are given to a recipe that reads none."""
-    if request.prompt_files and not precision.calibrated:
+def refuse_without_recipe(request: CalibrationRequest, name: str, recipe: Precision | None) -> None:
+    """Raises BuildError where texts are given to a precision that reads none."""
+    if request.prompt_files and not (recipe is not None and recipe.calibrated):
         names = ", ".join(p.name for p in PRECISIONS.values() if p.calibrated)
         raise BuildError(
-            f"--calibration-prompts: received it with --precision {precision.name}, which reads no "
+            f"--calibration-prompts: received it with --precision {name}, which reads no "
             f"text. Expected one of {names}."
         )
 

@@ -34,6 +34,8 @@ def _skip_pairs(graph: onnx.GraphProto) -> None:
     for a MatMulNBits, and round activations after all.
     """
     source = {n.output[0]: n.input[0] for n in graph.node if n.op_type == "QuantizeLinear"}
+    if not source:
+        return
     weights = {t.name for t in graph.initializer if len(t.dims) == 2}
     nodes: list[onnx.NodeProto] = []
     for node in graph.node:

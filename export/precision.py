@@ -27,6 +27,7 @@ alone 0.182, on as much text of its own besides 0.118; that in blocks of 32 0.10
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,7 +36,7 @@ from calibration.block_quantization import BlockFormat, QuantizedWeight, dequant
 from calibration.input_scales import InputScales, RangeRule
 from calibration.solved import SolvedWeights
 from engines.onnxruntime.quantized import Quantizer
-from engines.qdq import EightBits, Qdq, rounded_weight
+from engines.qdq import FLOAT, EightBits, Qdq
 from runtime.errors import BuildError
 
 
@@ -46,8 +47,9 @@ class Precision:
     outer: of embedding and head, where theirs is another; rows_alike: whether a target's row is to
     have the same bits alone and among others, which needs an engine that multiplies a lone row as
     it multiplies several: ONNX Runtime's 8 bits are so. eight_bits: weights and inputs of linear
-    layers are both rounded, but for the head's. for_drafts: what a draft takes whose precision
-    nobody names; recipes that read text are for targets.
+    layers are both rounded, but for the head's. on_cpu: ONNX Runtime multiplies so; else engines
+    alone do. for_drafts: what a draft takes whose precision nobody names; recipes that read text
+    are for targets.
     """
 
     name: str
@@ -57,7 +59,9 @@ class Precision:
     eight_bits: EightBits | None = None
     smooth: bool = False  # of eight_bits: SmoothQuant
     rule: RangeRule = RangeRule.ABSMAX  # of eight_bits: where inputs are cut off
+    most_reach: float = math.inf  # of eight_bits: beyond it a layer's weight alone is rounded
     calibrated: bool = False
+    on_cpu: bool = True
     for_drafts: str = ""
     # Filled by export.calibrated; a weight that they don't have is rounded to nearest.
     solved: SolvedWeights | None = None
@@ -75,10 +79,11 @@ class Precision:
             return None
         return Quantizer(format_of=self.format_of, quantize=self._quantized)
 
-    def qdq(self) -> Qdq | None:
+    def qdq(self, scales: np.dtype = FLOAT) -> Qdq | None:
+        """scales: the type that the graph will have."""
         if self.eight_bits is None or self.inputs is None:
             return None
-        return Qdq(kind=self.eight_bits, scale_of=self.inputs.of)
+        return Qdq(kind=self.eight_bits, scale_of=self.inputs.of, scales=scales)
 
     def rounded(self, weight: np.ndarray, name: str = "") -> np.ndarray:
         """`weight` [out, in], called `name` in the checkpoint, as the engine sees it."""
@@ -87,7 +92,7 @@ class Precision:
         if self.solved is not None and self.solved.joined(name) is not None:
             return self.solved.part(name, weight.shape)
         if (eight := self.qdq()) is not None and (scale := eight.scale_of(name)) is not None:
-            return rounded_weight(weight, scale, eight.kind)
+            return eight.rounded_weight(weight, scale)
         fmt = self.format_of(name)
         return dequantize(quantize(weight, fmt), fmt, weight.shape[1])
 
@@ -119,25 +124,38 @@ PRECISIONS = {
             eight_bits=EightBits.INT8,
             smooth=True,
             rule=RangeRule.MSE,
+            most_reach=6.0,
             calibrated=True,
             for_drafts="int8",
+        ),
+        Precision(
+            name="fp8",
+            format=None,
+            eight_bits=EightBits.FP8,
+            calibrated=True,
+            on_cpu=False,
+            for_drafts="fp8-weight",
         ),
     )
 }
 
 
 def precision(name: str, flag: str = "--precision") -> Precision:
-    """Raises BuildError naming the flag and the choices."""
-    if name not in PRECISIONS:
-        raise BuildError(f"{flag}: received {name!r}. Expected one of {', '.join(PRECISIONS)}.")
+    """One for ONNX Runtime. Raises BuildError naming the flag and the choices."""
+    if name not in on_cpu():
+        raise BuildError(f"{flag}: received {name!r}. Expected one of {', '.join(on_cpu())}.")
     return PRECISIONS[name]
+
+
+def on_cpu() -> list[str]:
+    return [p.name for p in PRECISIONS.values() if p.on_cpu]
 
 
 def draft_precision(name: str) -> Precision:
     """The same for a draft, which isn't calibrated."""
     chosen = precision(name, "--draft-precision")
     if chosen.calibrated:
-        plain = [p.name for p in PRECISIONS.values() if not p.calibrated]
+        plain = [name for name in on_cpu() if not PRECISIONS[name].calibrated]
         raise BuildError(
             f"--draft-precision: received {name!r}, which calibrates a target. Expected one of "
             f"{', '.join(plain)}."
