@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .arrays import write_arrays
 from .collect import Calibration, collect
-from .sites import ReferenceGraph, Site
-from .solved import write_arrays
+from .sites import TURNED, ReferenceGraph, Site
 from .statistics import BINS, Ranges
 
 Array = NDArray[Any]
@@ -108,9 +108,10 @@ class InputScales:
     found: dict[str, LayerInput] = field(default_factory=dict)
 
     def of(self, name: str) -> LayerInput | None:
-        """Of a weight, by itself or among those that a graph joins."""
-        parts = name.split("+")
-        return next((one for n, one in self.found.items() if parts[0] in n.split("+")), None)
+        """Of a weight, by itself or among those that a graph joins, perhaps turned."""
+        first = name.split("+")[0]
+        known = {first, first + TURNED}
+        return next((one for n, one in self.found.items() if known & set(n.split("+"))), None)
 
     def put(self, found: dict[str, LayerInput]) -> None:
         arrays: dict[str, Array] = {"names": np.array(list(found))}

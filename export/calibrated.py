@@ -18,9 +18,10 @@ from typing import Any
 
 from calibration.answers import ANSWER_TOKENS, Tokens, Writer
 from calibration.collect import Calibration
+from calibration.factors import Factors
 from calibration.input_scales import InputScales, find_scales
 from calibration.sites import ReferenceGraph
-from calibration.solve import solve
+from calibration.solve import Solver, solve, solve_scaled
 from calibration.solved import SolvedWeights
 from calibration.texts import CalibrationTexts, read_texts
 from engines.external_data import WeightStore
@@ -110,7 +111,10 @@ class CalibrationPlan:
         """What the recipe asks for, and what the report says of it."""
         eight, inputs = self.precision.eight_bits, self.precision.inputs
         if eight is None or inputs is None:
-            solve(graph, run, self.solved)
+            if self.precision.solver is Solver.AWQ:
+                solve_scaled(graph, run, self.solved, self._is_vector)
+            else:
+                solve(graph, run, self.solved)
             errors = {name: self.solved.errors(name) for name in sorted(self.solved.names)}
             return {
                 "output_error": {
@@ -129,11 +133,16 @@ class CalibrationPlan:
         inputs.put(found)
         return {"input_scale": {name: one.scale for name, one in found.items()}}
 
+    def _is_vector(self, name: str) -> bool:
+        return self.target.find(name) is not None
+
     def _recall(self, report: dict[str, Any]) -> None:
         if self.precision.inputs is not None:
             self.precision.inputs.recall()
         else:
             self.solved.recall(report["output_error"])
+            if self.solved.factors is not None:
+                self.solved.factors.recall()
 
     def _report(self, texts: Sequence[Tokens], found: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -178,10 +187,12 @@ def _with_results(precision: Precision, folder: Path, target: Checkpoint) -> Pre
     if precision.eight_bits is not None:
         return replace(precision, inputs=InputScales(path=folder / "inputs.npz"))
     assert precision.format is not None  # a recipe of codes has one
+    factors = Factors(path=folder / "factors.npz")
     solved = SolvedWeights(
         directory=folder / "solved",
         format=precision.format,
         rows_of=lambda name: _rows_of(target, name),
+        factors=factors if precision.solver is Solver.AWQ else None,
     )
     return replace(precision, solved=solved)
 

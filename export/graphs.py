@@ -31,6 +31,11 @@ from .trace import cache_spec, trace_decoder
 logger = logging.getLogger(__name__)
 
 Share = Callable[[str], str | None]
+Moved = Callable[[str, np.ndarray], np.ndarray]
+
+
+def _unmoved(_name: str, values: np.ndarray) -> np.ndarray:
+    return values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +58,7 @@ def write_target(
 
     taps: hidden states that a drafter reads. trees: it verifies trees.
     """
-    model = _bound(checkpoint, max_context, taps=taps, trees=trees)
+    model = _bound(checkpoint, max_context, taps=taps, trees=trees, moved=precision.moved)
     lower(model, precision.quantizer(), precision.qdq())
     if precision.rows_alike:
         make_rows_alike(model)
@@ -123,12 +128,19 @@ def _bound(
     head_rows: int | None = None,
     taps: Sequence[int] = (),
     trees: bool = False,
+    moved: Moved = _unmoved,
 ) -> ir.Model:
+    """moved: what becomes of a tensor, by the graph's name of it, before it is rounded."""
     config: PretrainedConfig = checkpoint.config
     traced = trace_decoder(config, max_context, head_rows=head_rows, taps=taps, trees=trees)
     model = make_portable(traced)
     names = match_names(checkpoint, weight_shapes(model))
-    bind_weights(model, checkpoint.load, names)
+    graph_name = {stored: name for name, stored in names.items()}
+
+    def load(stored: str) -> np.ndarray:
+        return moved(graph_name.get(stored, stored), checkpoint.load(stored))
+
+    bind_weights(model, load, names)
     return model
 
 

@@ -34,6 +34,7 @@ import numpy as np
 
 from calibration.block_quantization import BlockFormat, QuantizedWeight, dequantize, quantize
 from calibration.input_scales import InputScales, RangeRule
+from calibration.solve import Solver
 from calibration.solved import SolvedWeights
 from engines.onnxruntime.quantized import Quantizer
 from engines.qdq import FLOAT, EightBits, Qdq
@@ -60,7 +61,7 @@ class Precision:
     smooth: bool = False  # of eight_bits: SmoothQuant
     rule: RangeRule = RangeRule.ABSMAX  # of eight_bits: where inputs are cut off
     most_reach: float = math.inf  # of eight_bits: beyond it a layer's weight alone is rounded
-    calibrated: bool = False
+    solver: Solver | None = None  # of codes that are made from text
     on_cpu: bool = True
     for_drafts: str = ""
     # Filled by export.calibrated; a weight that they don't have is rounded to nearest.
@@ -73,6 +74,15 @@ class Precision:
         if self.outer is None or (self.solved is not None and name in self.solved):
             return self.format
         return self.outer
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether it reads text."""
+        return self.solver is not None or self.eight_bits is not None
+
+    def moved(self, name: str, values: np.ndarray) -> np.ndarray:
+        """A tensor of the checkpoint as it is before anything is rounded."""
+        return values if self.solved is None else self.solved.moved(name, values)
 
     def quantizer(self) -> Quantizer | None:
         if self.format is None:
@@ -104,6 +114,8 @@ class Precision:
 
 _INT8 = BlockFormat(bits=8, block=32, symmetric=True)
 _INT4 = BlockFormat(bits=4, block=32, symmetric=True)
+_INT4_64 = BlockFormat(bits=4, block=64, symmetric=True, half_scales=True)
+_INT8_64 = BlockFormat(bits=8, block=64, symmetric=True, half_scales=True)
 
 PRECISIONS = {
     p.name: p
@@ -113,9 +125,16 @@ PRECISIONS = {
         Precision(name="int4", format=_INT4),
         Precision(
             name="int4-gptq",
-            format=BlockFormat(bits=4, block=64, symmetric=True, half_scales=True),
-            outer=BlockFormat(bits=8, block=64, symmetric=True, half_scales=True),
-            calibrated=True,
+            format=_INT4_64,
+            outer=_INT8_64,
+            solver=Solver.GPTQ,
+            for_drafts="int4",
+        ),
+        Precision(
+            name="int4-awq",
+            format=_INT4_64,
+            outer=_INT8_64,
+            solver=Solver.AWQ,
             for_drafts="int4",
         ),
         Precision(
@@ -125,14 +144,12 @@ PRECISIONS = {
             smooth=True,
             rule=RangeRule.MSE,
             most_reach=6.0,
-            calibrated=True,
             for_drafts="int8",
         ),
         Precision(
             name="fp8",
             format=None,
             eight_bits=EightBits.FP8,
-            calibrated=True,
             on_cpu=False,
             for_drafts="fp8-weight",
         ),
