@@ -94,11 +94,7 @@ class SolvedWeights:
         """One checkpoint's weight [out, in] = `sizes`, f32, as the engine multiplies by it."""
         joined, rows = self._place(name, sizes[0])
         values = dequantize(self.load(joined), self.format, sizes[1])[rows]
-        if self.factors is None:
-            return values
-        features, divisors = self._moved(joined, rows)
-        undone: Array = values * divisors[:, None] / features
-        return undone
+        return self.unmoved(name, values)
 
     def codes(self, name: str, sizes: tuple[int, ...]) -> tuple[Array, Array]:
         """The same in numbers about 0: [out, in] i8, and scales [out, blocks] f32."""
@@ -108,26 +104,34 @@ class SolvedWeights:
 
     def moved(self, name: str, values: Array) -> Array:
         """A tensor of the checkpoint with the factors that were moved to it or from it."""
-        if self.factors is None:
-            return values
-        if name in self.factors.vectors:
+        if self.factors is not None and name in self.factors.vectors:
             divided: Array = values / self.factors.vectors[name]
             return divided
         joined = self.joined(name)
-        if joined is None:
-            return values
-        is_turned = name not in joined.split("+")
-        rows = values.T if is_turned else values
-        features, divisors = self._moved(*self._place(name, len(rows)))
-        multiplied: Array = rows * features / divisors[:, None]
-        return multiplied.T if is_turned else multiplied
+        if joined is not None and name not in joined.split("+"):  # the graph turns it
+            return self.moved_rows(name, values.T).T
+        return self.moved_rows(name, values)
 
-    def _moved(self, joined: str, rows: slice) -> tuple[Array, Array]:
-        """Factors [in] or [1] of features, divisors [rows] of rows."""
-        assert self.factors is not None  # the caller asked
-        one = np.ones(1, np.float32)
-        divisors = self.factors.rows.get(joined, np.ones(rows.stop, np.float32))
-        return self.factors.features.get(joined, one), divisors[rows]
+    def unmoved(self, name: str, weight: Array) -> Array:
+        """A weight [out, in] with them undone."""
+        factor = self._factor(name, len(weight))
+        return weight if factor is None else weight / factor
+
+    def moved_rows(self, name: str, weight: Array) -> Array:
+        """`moved` of a weight that is [out, in] already."""
+        factor = self._factor(name, len(weight))
+        return weight if factor is None else weight * factor
+
+    def _factor(self, name: str, count: int) -> Array | None:
+        """Of each element of a weight [count, in]; None where nothing was moved."""
+        joined = self.joined(name)
+        if self.factors is None or joined is None:
+            return None
+        joined, rows = self._place(name, count)
+        features = self.factors.features.get(joined, np.ones(1, np.float32))
+        divisors = self.factors.rows.get(joined, np.ones(rows.stop, np.float32))[rows]
+        factor: Array = features / divisors[:, None]
+        return factor
 
     def _place(self, name: str, count: int) -> tuple[str, slice]:
         """Where a checkpoint's weight stands among those that the graph joins."""

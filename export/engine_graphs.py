@@ -56,7 +56,7 @@ class EngineGraph(WrittenGraph):
 def write_target_graph(
     checkpoint: Checkpoint, precision: EnginePrecision, max_context: int, scratch: Path
 ) -> EngineGraph:
-    model = _bound(checkpoint, max_context)
+    model = _bound(checkpoint, max_context, moved=precision.moved)
     vocab = checkpoint.config.vocab_size
     return _written("target", model, checkpoint, precision, max_context, vocab, scratch)
 
@@ -96,11 +96,11 @@ def _written(
     exact_path = None
     rounded: frozenset[str] = frozenset()
     if checkpoint.eager_bytes() <= gates.available_bytes():
-        exact = lower_exactly(model.clone(), precision.weights, precision.qdq())
+        exact = lower_exactly(model.clone(), precision.weights, precision.recipe_pass())
         rounded = rounded_weights(exact, checkpoint)
         finish(exact)
         exact_path = save(exact, f"{name}.exact", WeightStore(directory=scratch))
-    lower(model, precision.dtype, precision.weights, precision.qdq())
+    lower(model, precision.dtype, precision.weights, precision.recipe_pass())
     _check_quantized(name, model, precision)
     finish(model)
     path = save(model, name, WeightStore(directory=scratch))

@@ -16,7 +16,7 @@ from helpers_lowering import graph_of, random
 
 from calibration.input_scales import LayerInput
 from engines.external_data import WeightStore, save
-from engines.qdq import EightBits, Qdq
+from engines.qdq import EightBits, Qdq, QdqLinearPass
 from engines.tensorrt.build import BuildOptions, Plan, TimingCache, build_plan
 from engines.tensorrt.lowering import lower
 from engines.tensorrt.package import Library, load
@@ -162,7 +162,7 @@ def test_products_of_8_bits_keep_their_weights_so(
         qdq = Qdq(kind=kind, scale_of=lambda _: one, scales=dtype.numpy())
         folder = tmp_path / dtype.name
         folder.mkdir()
-        path = written(lower(model.clone(), dtype, None, qdq), "linear", folder)
+        path = written(lower(model.clone(), dtype, None, QdqLinearPass(qdq)), "linear", folder)
         options = BuildOptions(compute_capabilities=(89,))
         plan = build_plan(library, path, [ANY], options)
         weights = WIDTH * WIDTH

@@ -186,6 +186,34 @@ def test_what_engines_cannot_do_is_refused(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("precision", ["int4-gptq", "int4-awq"])
+def test_codes_that_calibration_chose_are_carried(
+    kept_traces: None,
+    tiny_target: Path,
+    tiny_draft: Path,
+    calibration: CalibrationRequest,
+    tmp_path: Path,
+    precision: str,
+) -> None:
+    """The exact graph is the eager model with these codes, AWQ's factors undone.
+
+    Rows of 32 features are no whole block of 64: they have 8 bits, and their factors all the same.
+    """
+    asked = _request(
+        tmp_path / "bundle", tiny_target, tiny_draft, precision=precision, calibration=calibration
+    )
+    bundle = Bundle.load(build(asked))
+    gates = {gate.name: gate for gate in bundle.manifest.gates}
+    assert {gate.status for gate in gates.values()} == {"passed"}
+    assert float(gates["target parity"].figures["relative_error"]) < 1e-4
+    drift = float(gates["target parity"].figures["drift_kl"])
+    assert 1e-4 < drift < 0.3
+    assert bundle.manifest.draft_model is not None
+    assert bundle.manifest.draft_model.precision == "int4"
+    report = json.loads((bundle.path / "reports" / "calibration.json").read_text())
+    assert len(report["output_error"]) == 2 * 4
+
+
 CARD = EngineCard(
     package="tensorrt-rtx",
     version="1.7.1.116",

@@ -26,7 +26,7 @@ from helpers_lowering import graph_of, random, run
 from helpers_tensorrt import OracleGraph, run_unfused, types_of
 
 from calibration.input_scales import LayerInput
-from engines.qdq import EightBits, Qdq
+from engines.qdq import EightBits, Qdq, QdqLinearPass
 from engines.tensorrt.attention import SoftCapPass
 from engines.tensorrt.lowering import exact_passes, lower
 from engines.tensorrt.strong_types import NARROW, StrongTypesPass, meant_casts, widening_casts
@@ -201,7 +201,7 @@ def test_inputs_and_weights_of_8_bits_in_the_graphs_own_type(
         bind(graph, model)
         qdq = Qdq(kind=kind, scale_of=_all_but_the_head(one), scales=np.dtype(np.float16))
         head = WeightFormat(kind=kind.value, block=None, scales=np.dtype(np.float16))
-        for step in exact_passes(head, qdq):
+        for step in exact_passes(head, QdqLinearPass(qdq)):
             step(graph)
         if dtype == F16:
             assert StrongTypesPass(F16)(graph).modified

@@ -7,7 +7,6 @@ import onnx_ir as ir
 from ..apply import apply_passes
 from ..onnxruntime.conv1d import GemmToLinearPass
 from ..onnxruntime.full_precision import FoldTransposePass
-from ..qdq import Qdq, QdqLinearPass
 from ..weight_expressions import FoldWeightExpressionsPass
 from .attention import SoftCapPass
 from .normalization import StandardNormsPass
@@ -18,13 +17,13 @@ from .weight_only import WeightFormat, WeightOnlyPass
 
 
 def exact_passes(
-    weights: WeightFormat | None = None, qdq: Qdq | None = None
+    weights: WeightFormat | None = None, recipe: ir.passes.PassBase | None = None
 ) -> list[ir.passes.PassBase]:
     """All but the types: what they make can be held against the model in f32.
 
-    qdq goes before weights, which are then of the layers that it leaves.
+    recipe quantizes some layers; weights is of those that it leaves.
     """
-    quantized: list[ir.passes.PassBase] = [] if qdq is None else [QdqLinearPass(qdq)]
+    quantized = [] if recipe is None else [recipe]
     quantized += [] if weights is None else [WeightOnlyPass(weights)]
     return [
         FoldWeightExpressionsPass(),
@@ -40,17 +39,19 @@ def exact_passes(
 
 
 def lower_exactly(
-    model: ir.Model, weights: WeightFormat | None = None, qdq: Qdq | None = None
+    model: ir.Model,
+    weights: WeightFormat | None = None,
+    recipe: ir.passes.PassBase | None = None,
 ) -> ir.Model:
     """Lower the portable graph in place, all in f32. Raises BuildError naming the pass."""
-    return apply_passes(model, exact_passes(weights, qdq))
+    return apply_passes(model, exact_passes(weights, recipe))
 
 
 def lower(
     model: ir.Model,
     dtype: ir.DataType,
     weights: WeightFormat | None = None,
-    qdq: Qdq | None = None,
+    recipe: ir.passes.PassBase | None = None,
 ) -> ir.Model:
     """The same, strongly typed; `weights` None keeps them in `dtype`. Errors as above."""
-    return apply_passes(model, [*exact_passes(weights, qdq), StrongTypesPass(dtype)])
+    return apply_passes(model, [*exact_passes(weights, recipe), StrongTypesPass(dtype)])
