@@ -167,7 +167,8 @@ def _target_gates(
 ) -> list[Gate]:
     engine = GateGraph(path, written.cache, written.vocab_size)
     with gates.exact_arithmetic(path) as variant:
-        exact = GateGraph(variant, written.cache, written.vocab_size)
+        wide = replace(written.cache, dtype="float32")
+        exact = GateGraph(variant, wide, written.vocab_size)
         parity = gates.parity(
             "target parity",
             lambda: exact.in_chunks(tokens),

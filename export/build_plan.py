@@ -19,7 +19,7 @@ from .calibrated import (
 )
 from .checkpoint import Checkpoint, open_checkpoint
 from .draft_plan import DraftPlan
-from .drafters import DraftRequest, open_drafter
+from .drafters import LAYER_SKIP, DraftRequest, open_drafter
 from .engine_bundle import EngineBuild, refuse_draft
 from .engine_precision import (
     engine_draft_precision,
@@ -105,6 +105,8 @@ def plan_build(request: BuildRequest) -> BuildPlan:
         asked = replace(asked, precision=None)  # it is an engine's, and checked as one
     draft = open_drafter(asked, target, context=context, target_precision=chosen)
     refuse_unsupported(target.config, context)
+    if chosen.int8_caches:
+        _refuse_f32_caches(request, chosen)
     refuse_unproven(target.config, target.eager_bytes(), gates.available_bytes())
     if request.gate is not None and not isinstance(draft, ModelDraftPlan):
         raise BuildError(
@@ -130,6 +132,20 @@ def plan_build(request: BuildRequest) -> BuildPlan:
     if engines:
         refuse_draft(draft, plan.limits, engines)
     return plan
+
+
+def _refuse_f32_caches(request: BuildRequest, chosen: Precision) -> None:
+    """Raises BuildError for what isn't built over caches of 8 bits."""
+    if request.max_tree_nodes:
+        raise BuildError(
+            f"--max-tree-nodes: received {request.max_tree_nodes} with --precision {chosen.name}. "
+            "Expected 0: trees aren't verified over caches of 8 bits yet; choose another precision."
+        )
+    if request.draft == LAYER_SKIP:
+        raise BuildError(
+            f"--draft: received {LAYER_SKIP} with --precision {chosen.name}. Expected another "
+            "drafter: it shares the target's caches, and is tried out on f32 ones alone."
+        )
 
 
 def engine_build(request: BuildRequest) -> EngineBuild | None:

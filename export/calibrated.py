@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from calibration.answers import ANSWER_TOKENS, Tokens, Writer
+from calibration.cache_steps import CacheSteps, cache_reach
 from calibration.collect import Calibration
 from calibration.factors import Factors
 from calibration.input_scales import InputScales, find_scales
@@ -85,8 +86,9 @@ class CalibrationPlan:
         report = self._report(texts, self._solve(graph, run))
         write_json(self.folder / REPORT, report)
         shutil.rmtree(onnx)
-        for state in [*self.folder.glob("hessian.npz"), *self.folder.rglob("ranges.npz")]:
-            state.unlink()
+        for state in ("hessian.npz", "ranges.npz", "caches.npz"):
+            for path in self.folder.rglob(state):
+                path.unlink()
         return report
 
     def _writer(self, onnx: Path, written: WrittenGraph, tell: Callable[[str], None]) -> Writer:
@@ -109,6 +111,9 @@ class CalibrationPlan:
 
     def _solve(self, graph: ReferenceGraph, run: Calibration) -> dict[str, Any]:
         """What the recipe asks for, and what the report says of it."""
+        if self.precision.caches is not None:
+            self.precision.caches.put(cache_reach(graph, run))
+            return {"cache_steps": len(self.precision.caches.found)}
         eight, inputs = self.precision.eight_bits, self.precision.inputs
         if eight is None or inputs is None:
             if self.precision.solver is Solver.AWQ:
@@ -137,7 +142,9 @@ class CalibrationPlan:
         return self.target.find(name) is not None
 
     def _recall(self, report: dict[str, Any]) -> None:
-        if self.precision.inputs is not None:
+        if self.precision.caches is not None:
+            self.precision.caches.recall()
+        elif self.precision.inputs is not None:
             self.precision.inputs.recall()
         else:
             self.solved.recall(report["output_error"])
@@ -184,6 +191,8 @@ def _digest(key: list[Any]) -> str:
 
 def _with_results(precision: Precision, folder: Path, target: Checkpoint) -> Precision:
     """The recipe with a place for what it finds."""
+    if precision.int8_caches:
+        return replace(precision, caches=CacheSteps(path=folder / "cache_steps.npz"))
     if precision.eight_bits is not None:
         return replace(precision, inputs=InputScales(path=folder / "inputs.npz"))
     assert precision.format is not None  # a recipe of codes has one

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx_ir as ir
 from transformers import PretrainedConfig
 
 from engines.external_data import WeightStore, save
-from engines.onnxruntime.lowering import lower, make_rows_alike
+from engines.onnxruntime.lowering import lower, make_rows_alike, quantize_caches
 from runtime.contract import CacheSpec
 
 from .accept_graph import accept_model
@@ -60,14 +60,18 @@ def write_target(
     """
     model = _bound(checkpoint, max_context, taps=taps, trees=trees, moved=precision.moved)
     lower(model, precision.quantizer(), precision.qdq())
-    if precision.rows_alike:
+    cache = cache_spec(checkpoint.config, max_context)
+    if precision.caches is not None:
+        quantize_caches(model, precision.caches)
+        cache = replace(cache, dtype="int8")
+    elif precision.rows_alike:
         make_rows_alike(model)
     rounded = rounded_weights(model, checkpoint)
     embedding = checkpoint.find("model.embed_tokens.weight")
     home = checkpoint.stored(embedding) if embedding is not None else None
     save(model, "target", store, share=_embedding_keys(checkpoint, home, precision))
     return WrittenGraph(
-        cache=cache_spec(checkpoint.config, max_context),
+        cache=cache,
         vocab_size=checkpoint.config.vocab_size,
         rounded=rounded,
     )

@@ -33,6 +33,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from calibration.block_quantization import BlockFormat, QuantizedWeight, dequantize, quantize
+from calibration.cache_steps import CacheSteps
 from calibration.input_scales import InputScales, RangeRule
 from calibration.solve import Solver
 from calibration.solved import SolvedWeights
@@ -48,9 +49,9 @@ class Precision:
     outer: of embedding and head, where theirs is another; rows_alike: whether a target's row is to
     have the same bits alone and among others, which needs an engine that multiplies a lone row as
     it multiplies several: ONNX Runtime's 8 bits are so. eight_bits: weights and inputs of linear
-    layers are both rounded, but for the head's. on_cpu: ONNX Runtime multiplies so; else engines
-    alone do. for_drafts: what a draft takes whose precision nobody names; recipes that read text
-    are for targets.
+    layers are both rounded, but for the head's. int8_caches: of the target, too. on_cpu: ONNX
+    Runtime multiplies so; else engines alone do. for_drafts: what a draft takes whose precision
+    nobody names; recipes that read text are for targets.
     """
 
     name: str
@@ -62,11 +63,13 @@ class Precision:
     rule: RangeRule = RangeRule.ABSMAX  # of eight_bits: where inputs are cut off
     most_reach: float = math.inf  # of eight_bits: beyond it a layer's weight alone is rounded
     solver: Solver | None = None  # of codes that are made from text
+    int8_caches: bool = False
     on_cpu: bool = True
     for_drafts: str = ""
     # Filled by export.calibrated; a weight that they don't have is rounded to nearest.
     solved: SolvedWeights | None = None
     inputs: InputScales | None = None
+    caches: CacheSteps | None = None
 
     def format_of(self, name: str) -> BlockFormat:
         """Of a weight by its name in a graph; joined ones are `a+b`."""
@@ -78,7 +81,7 @@ class Precision:
     @property
     def calibrated(self) -> bool:
         """Whether it reads text."""
-        return self.solver is not None or self.eight_bits is not None
+        return self.solver is not None or self.eight_bits is not None or self.int8_caches
 
     def moved(self, name: str, values: np.ndarray) -> np.ndarray:
         """A tensor of the checkpoint as it is before anything is rounded."""
@@ -144,6 +147,12 @@ PRECISIONS = {
             smooth=True,
             rule=RangeRule.MSE,
             most_reach=6.0,
+            for_drafts="int8",
+        ),
+        Precision(
+            name="int8-kv",
+            format=_INT8,
+            int8_caches=True,
             for_drafts="int8",
         ),
         Precision(
