@@ -17,7 +17,7 @@ from runtime.uniforms import DRAFT
 
 from ..prompts import TokenizedPrompt
 from .graphs import TargetAsDraft
-from .law import apart, law, log_law, overlap, top_margin
+from .law import Apart, law, overlap, top_margin
 from .records import Drift, Flip, FreeText, Record, Rounds
 from .rounds import Drafted, Judged, judge, propose, verify
 from .settings import Settings
@@ -179,19 +179,14 @@ def _starts(length: int, rounds: int) -> set[int]:
 
 def _drift(reference: Array, bundle: Array, path: Tokens) -> tuple[Drift, Flip | None]:
     """reference, bundle: logits [len(path), vocab], the row that each token was drawn from."""
-    apart_by, nlls = [], {REFERENCE: 0.0, BUNDLE: 0.0}
-    for ours, theirs, token in zip(reference, bundle, path, strict=True):
-        log_p, log_q = log_law(ours), log_law(theirs)
-        apart_by.append(apart(log_p, log_q))
-        nlls[REFERENCE] -= float(log_p[token])
-        nlls[BUNDLE] -= float(log_q[token])
+    found = [Apart.of(*rows) for rows in zip(reference, bundle, path, strict=True)]
     flips = np.flatnonzero(reference.argmax(-1) != bundle.argmax(-1)).tolist()
     margins = tuple(top_margin(reference[i]) for i in flips)
     drift = Drift(
-        kl=sum(kl for kl, _ in apart_by),
-        tv=sum(tv for _, tv in apart_by),
-        nll_reference=nlls[REFERENCE],
-        nll_bundle=nlls[BUNDLE],
+        kl=sum(row.kl for row in found),
+        tv=sum(row.tv for row in found),
+        nll_reference=sum(row.nll_p for row in found),
+        nll_bundle=sum(row.nll_q for row in found),
         flips=tuple(flips),
         flip_margins=margins,
     )
