@@ -21,9 +21,9 @@ from runtime.contract import CacheSpec, target_graph
 from runtime.errors import EngineError
 from runtime.executor import EngineOptions, Executor
 
+from .arrays import write_arrays
 from .comparison.graphs import CHUNK, CachedGraph
 from .sites import ReferenceGraph, Site, watched
-from .solved import write_arrays
 from .statistics import Statistic
 
 logger = logging.getLogger(__name__)

@@ -39,6 +39,7 @@ from .graphs import write_accept
 from .model_draft import ModelDraftPlan
 from .ngram_draft import NgramDraftPlan
 from .oracle import record
+from .precision import Precision
 
 Progress = Callable[[str], None]
 
@@ -52,6 +53,10 @@ class EngineBuild:
     draft_precision: EnginePrecision
     options: BuildOptions
     draft_backend: str  # the same, or onnxruntime
+
+    def calibrated(self, recipe: Precision) -> EngineBuild:
+        """With what the target's recipe will find in its texts."""
+        return replace(self, precision=replace(self.precision, recipe=recipe))
 
     def open_library(self) -> Library:
         """Before anything slow. Raises BuildError."""

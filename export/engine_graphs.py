@@ -30,6 +30,7 @@ from .draft import Draft
 from .draft_tail import append_draft_sampling
 from .draft_vocabulary import DraftVocabulary, QOver
 from .engine_precision import EnginePrecision
+from .exact_graph import exact_arithmetic
 from .gate_graph import GateGraph
 from .graphs import WrittenGraph, _bound, rounded_weights
 from .portable import fix_num_logits
@@ -55,7 +56,7 @@ class EngineGraph(WrittenGraph):
 def write_target_graph(
     checkpoint: Checkpoint, precision: EnginePrecision, max_context: int, scratch: Path
 ) -> EngineGraph:
-    model = _bound(checkpoint, max_context)
+    model = _bound(checkpoint, max_context, moved=precision.moved)
     vocab = checkpoint.config.vocab_size
     return _written("target", model, checkpoint, precision, max_context, vocab, scratch)
 
@@ -95,11 +96,11 @@ def _written(
     exact_path = None
     rounded: frozenset[str] = frozenset()
     if checkpoint.eager_bytes() <= gates.available_bytes():
-        exact = lower_exactly(model.clone(), precision.weights)
+        exact = lower_exactly(model.clone(), precision.weights, precision.recipe_pass())
         rounded = rounded_weights(exact, checkpoint)
         finish(exact)
         exact_path = save(exact, f"{name}.exact", WeightStore(directory=scratch))
-    lower(model, precision.dtype, precision.weights)
+    lower(model, precision.dtype, precision.weights, precision.recipe_pass())
     _check_quantized(name, model, precision)
     finish(model)
     path = save(model, name, WeightStore(directory=scratch))
@@ -114,7 +115,7 @@ def _check_quantized(name: str, model: ir.Model, precision: EnginePrecision) -> 
 
     Raises BuildError.
     """
-    quantized = any(key.endswith(".codes") for key in model.graph.initializers)
+    quantized = any(key.endswith((".codes", ".codes8")) for key in model.graph.initializers)
     if precision.weights is not None and not quantized:
         raise BuildError(
             f"--precision {precision.name}: received {name} in which no layer's input is a "
@@ -159,7 +160,8 @@ def target_gates(
     the strongly typed graph against the exact one. Raises GateFailed."""
     if graph.exact is None:
         return [_skipped("target parity", checkpoint)]
-    exact = EngineGateGraph(graph.exact, graph.exact_cache, graph.vocab_size)
+    with exact_arithmetic(graph.exact) as path:
+        exact = EngineGateGraph(path, graph.exact_cache, graph.vocab_size)
     narrow = exact
     if precision.activations == "fp16":  # of bf16, ONNX Runtime's CPU has few kernels
         narrow = EngineGateGraph(graph.path, graph.cache, graph.vocab_size)
@@ -184,7 +186,8 @@ def target_gates(
 
 
 def exact_logits(graph: EngineGraph, tokens: Sequence[int]) -> Array | None:
-    """In f32 arithmetic: [len(tokens), vocab]; None where no gate could run."""
+    """In f32 arithmetic, inputs rounded where the engine rounds them: [len(tokens), vocab]; None
+    where no gate could run."""
     if graph.exact is None:
         return None
     return EngineGateGraph(graph.exact, graph.exact_cache, graph.vocab_size).in_chunks(tokens)

@@ -56,6 +56,10 @@ class CachedGraph:
         self.max_context = cache.max_context
         self.length = 0
 
+    def caches(self) -> Mapping[str, Array]:
+        """By name, [1, kv_heads, max_context, head_dim]; rows from `length` on mean nothing."""
+        return self._past
+
     def run(
         self, tokens: Sequence[int], values: Mapping[str, Array], outputs: Mapping[str, Array]
     ) -> None:
