@@ -10,18 +10,22 @@ from dataclasses import dataclass
 
 import numpy as np
 
+ALL = np.float32(1)
+
 
 @dataclass(frozen=True, kw_only=True)
 class BlockFormat:
     """How weights are stored: `bits` 4 or 8, `block` a power of two of at least 16.
 
-    half_scales: scales are rounded to f16, and stored so.
+    half_scales: scales are rounded to f16, and stored so. even: codes reach as far down as up, and
+    scales are above 0, as TensorRT wants them; else the lowest code is used, too.
     """
 
     bits: int
     block: int
     symmetric: bool
     half_scales: bool = False
+    even: bool = False
 
     def __post_init__(self) -> None:
         if self.bits not in (4, 8) or self.block < 16 or self.block & (self.block - 1):
@@ -37,6 +41,11 @@ class BlockFormat:
     def blob_bytes(self) -> int:
         """Bytes of one block's codes."""
         return self.block * self.bits // 8
+
+    @property
+    def bottom(self) -> int:
+        """The lowest code."""
+        return int(self.even)
 
     @property
     def top(self) -> int:
@@ -57,19 +66,36 @@ class QuantizedWeight:
 
 def quantize(weight: np.ndarray, fmt: BlockFormat) -> QuantizedWeight:
     """Round `weight` [out, in] f32 to the nearest codes of its blocks."""
+    return round_to(weight, *steps(weight, fmt), fmt)
+
+
+def round_to(
+    weight: np.ndarray, scales: np.ndarray, zeros: np.ndarray, fmt: BlockFormat
+) -> QuantizedWeight:
+    """The same with given steps; what lies beyond them gets the nearest code."""
     blocks = _blocked(weight, fmt)  # [out, blocks, block]
-    scales, zeros = steps(weight, fmt)
-    codes = np.clip(np.rint(blocks / scales[..., None]) + zeros[..., None], 0, fmt.top)
-    return packed(codes, scales, zeros, fmt)
+    ratio = np.rint(blocks / scales[..., None]) + zeros[..., None]
+    return packed(np.clip(ratio, fmt.bottom, fmt.top), scales, zeros, fmt)
 
 
-def steps(weight: np.ndarray, fmt: BlockFormat) -> tuple[np.ndarray, np.ndarray]:
-    """Scale and zero point of each block of `weight` [out, in]: [out, blocks] f32 each."""
+def steps(
+    weight: np.ndarray, fmt: BlockFormat, part: np.ndarray | np.float32 = ALL
+) -> tuple[np.ndarray, np.ndarray]:
+    """Scale and zero point of each block of `weight` [out, in]: [out, blocks] f32 each.
+
+    part: of a symmetric block's range that codes reach over, one number or [out, blocks].
+    """
     blocks = _blocked(weight, fmt)
     scales, zeros = (_symmetric if fmt.symmetric else _asymmetric)(blocks, fmt.bits)
-    if fmt.half_scales:
-        scales = _nonzero(_as_half(scales))
-    return scales, zeros
+    if fmt.even:
+        scales, zeros = _even(blocks, fmt.bits)
+    scales = scales * part
+    return as_stored(scales, fmt), zeros
+
+
+def as_stored(scales: np.ndarray, fmt: BlockFormat) -> np.ndarray:
+    """Scales as the format keeps them, never 0: f32."""
+    return _nonzero(_as_half(scales)) if fmt.half_scales else scales
 
 
 def packed(
@@ -84,6 +110,12 @@ def packed(
         scales=scales,
         zero_points=None if fmt.symmetric else _pack_rows(zeros.astype(np.uint8), fmt.bits),
     )
+
+
+def signed_codes(quantized: QuantizedWeight, fmt: BlockFormat) -> np.ndarray:
+    """Of a symmetric format, with 0 for 0: [out, padded features] i8."""
+    codes = _unpack(quantized.codes, fmt.bits).astype(np.int8) - np.int8(1 << (fmt.bits - 1))
+    return codes.reshape(codes.shape[0], -1)
 
 
 def dequantize(quantized: QuantizedWeight, fmt: BlockFormat, features: int) -> np.ndarray:
@@ -111,6 +143,13 @@ def _symmetric(blocks: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
     index = np.abs(blocks).argmax(-1)[..., None]
     extreme = np.take_along_axis(blocks, index, -1)[..., 0]
     scales = _nonzero(extreme / -low)
+    return scales, np.full(scales.shape, low, np.float32)
+
+
+def _even(blocks: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
+    """The largest magnitude lands on the code that reaches as far in both directions."""
+    low = 1 << (bits - 1)
+    scales = _nonzero(np.abs(blocks).max(-1) / (low - 1))
     return scales, np.full(scales.shape, low, np.float32)
 
 

@@ -53,6 +53,7 @@ class _Grid:
 
     scales: np.ndarray  # [out, in]
     zeros: np.ndarray  # [out, in]
+    bottom: int
     top: int
 
     @classmethod
@@ -60,11 +61,11 @@ class _Grid:
         cls, scales: np.ndarray, zeros: np.ndarray, fmt: BlockFormat, order: np.ndarray
     ) -> _Grid:
         block = order // fmt.block
-        return cls(scales=scales[:, block], zeros=zeros[:, block], top=fmt.top)
+        return cls(scales=scales[:, block], zeros=zeros[:, block], bottom=fmt.bottom, top=fmt.top)
 
     def codes(self, column: np.ndarray, at: int) -> np.ndarray:
         rounded = np.rint(column / self.scales[:, at]) + self.zeros[:, at]
-        return np.clip(rounded, 0, self.top)
+        return np.clip(rounded, self.bottom, self.top)
 
     def values(self, codes: np.ndarray, at: int) -> np.ndarray:
         return (codes - self.zeros[:, at]) * self.scales[:, at]

@@ -1,5 +1,9 @@
 """One scale for what each layer reads, from ranges over text; and how it is smoothed before.
 
+No scale serves an input whose few largest values reach far beyond all others: its layer is left
+out. On SmolLM2-135M-Instruct that is nine of 120, all `down_proj`, whose output's error would be up
+to 0.45 of it (a first token makes 3,000 where 99.9 % lie below 20), in the others 0.05.
+
 SmoothQuant (Xiao et al. 2022, arXiv 2211.10438, eq. 4): a feature whose inputs reach far is divided
 by s = max|x|^α / max|w|^(1 − α), and its weights are multiplied by it. Features whose inputs are
 always 0 keep s = 1.
@@ -7,6 +11,7 @@ always 0 keep s = 1.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -16,9 +21,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .arrays import write_arrays
 from .collect import Calibration, collect
-from .sites import ReferenceGraph, Site
-from .solved import write_arrays
+from .sites import TURNED, ReferenceGraph, Site
 from .statistics import BINS, Ranges
 
 Array = NDArray[Any]
@@ -26,6 +31,7 @@ Array = NDArray[Any]
 ALPHA = 0.5  # the paper's
 PERCENTILE = 99.99
 CANDIDATES = 64  # ends that the least squared error is looked for among
+USUAL = 99.9  # percent of a layer's inputs, which `reach` is held against
 
 
 class RangeRule(Enum):
@@ -65,10 +71,17 @@ def input_scale(ranges: Ranges, top: float, rule: RangeRule) -> float:
     return end / top
 
 
-def _percentile(ranges: Ranges) -> float:
+def reach(ranges: Ranges) -> float:
+    """How many times the largest input is what all but a few are below; 1 for nothing but 0."""
+    if not ranges.limit:
+        return 1.0
+    return float(ranges.most.max()) / _percentile(ranges, USUAL)
+
+
+def _percentile(ranges: Ranges, percent: float = PERCENTILE) -> float:
     """The upper edge of the bin that holds it; never beyond the largest value."""
     reached = np.cumsum(ranges.counts) / ranges.counts.sum()
-    index = int(np.searchsorted(reached, PERCENTILE / 100))
+    index = int(np.searchsorted(reached, percent / 100))
     return min(float(ranges.most.max()), (index + 1) * ranges.limit / BINS)
 
 
@@ -95,9 +108,10 @@ class InputScales:
     found: dict[str, LayerInput] = field(default_factory=dict)
 
     def of(self, name: str) -> LayerInput | None:
-        """Of a weight, by itself or among those that a graph joins."""
-        parts = name.split("+")
-        return next((one for n, one in self.found.items() if parts[0] in n.split("+")), None)
+        """Of a weight, by itself or among those that a graph joins, perhaps turned."""
+        first = name.split("+")[0]
+        known = {first, first + TURNED}
+        return next((one for n, one in self.found.items() if known & set(n.split("+"))), None)
 
     def put(self, found: dict[str, LayerInput]) -> None:
         arrays: dict[str, Array] = {"names": np.array(list(found))}
@@ -118,15 +132,24 @@ class InputScales:
 
 
 def find_scales(
-    graph: ReferenceGraph, run: Calibration, *, top: float, rule: RangeRule, smooth: bool
+    graph: ReferenceGraph,
+    run: Calibration,
+    *,
+    top: float,
+    rule: RangeRule,
+    smooth: bool,
+    most_reach: float = math.inf,
 ) -> dict[str, LayerInput]:
-    """Every layer but the head. Texts are read once, and once more where inputs are smoothed."""
+    """Every layer but the head and those whose inputs have more `reach`.
+
+    Texts are read once, and once more where inputs are smoothed.
+    """
     sites = [site for site in graph.sites if not site.is_head]
     ranges = collect(graph, sites, Ranges, run)
     smoothed: dict[str, Array] = {}
     if smooth:
-        reach = _weight_reach(graph, sites)
-        smoothed = {n: smoothing(ranges[n].most, reach[n]) for n in ranges}
+        most = _weight_reach(graph, sites)
+        smoothed = {n: smoothing(ranges[n].most, most[n]) for n in ranges}
         again = replace(run, work=run.work / "smoothed", divide=smoothed)
         ranges = collect(graph, sites, Ranges, again)
     by_value = {
@@ -134,8 +157,9 @@ def find_scales(
             scale=input_scale(found, top, rule), smoothing=smoothed[name] if smooth else None
         )
         for name, found in ranges.items()
+        if reach(found) <= most_reach
     }
-    return {site.weight: by_value[site.reads] for site in sites}
+    return {site.weight: by_value[site.reads] for site in sites if site.reads in by_value}
 
 
 def _weight_reach(graph: ReferenceGraph, sites: Iterable[Site]) -> dict[str, Array]:

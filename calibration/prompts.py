@@ -1,8 +1,9 @@
 """Prompts to calibrate and compare on, as the token ids that a bundle's model reads.
 
 The layouts are the benchmark's (`runtime.bench.prompts`): text, chat messages, Spec-Bench and
-SPEED-Bench; without a file the set in `data/`, written for this and licensed as the rest. Chats go
+SPEED-Bench; without a file a set in `data/`, written for this and licensed as the rest. Chats go
 through the bundle's own template; a model without one reads what the messages say as plain text.
+There are two sets: a recipe that reads text must not be judged on the text that it has read.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from runtime.bundle import Bundle
 from runtime.errors import InvalidRequest
 from runtime.text import Text
 
-DEFAULT = Path(__file__).resolve().parent / "data" / "prompts.jsonl"
+_DATA = Path(__file__).resolve().parent / "data"
+CALIBRATION = _DATA / "calibration.jsonl"  # what recipes read
+HELD_OUT = _DATA / "held_out.jsonl"  # what bundles are compared on
 LEAST_PROMPTS = 4  # fewer say nothing about how much prompts differ
 
 
@@ -36,11 +39,11 @@ class PromptSet:
 
 
 def read_prompts(files: Sequence[Path], limit: int | None, bundle: Bundle, room: int) -> PromptSet:
-    """The prompts of `files` (the default set where there are none) of at most `room` tokens.
+    """The prompts of `files` (HELD_OUT where there are none) of at most `room` tokens.
 
     limit: at most so many of each category. Raises InvalidRequest where too few are left.
     """
-    encoded = _encode(load_prompts(files or [DEFAULT], [], limit), text_of(bundle), bundle)
+    encoded = _encode(load_prompts(files or [HELD_OUT], [], limit), text_of(bundle), bundle)
     fitting = tuple(p for p in encoded if 0 < len(p.tokens) <= room)
     _check_ids(fitting)
     if len(fitting) < LEAST_PROMPTS:

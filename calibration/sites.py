@@ -39,7 +39,7 @@ class ReferenceGraph:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._proto = onnx.load(path, load_external_data=False)
-        self._stored = {t.name: t for t in self._proto.graph.initializer}
+        self.stored = {t.name: t for t in self._proto.graph.initializer}
         self.sites = list(self._find())
         if not self.sites:
             raise EngineError(
@@ -47,9 +47,17 @@ class ReferenceGraph:
                 "graph of a decoder."
             )
 
+    @property
+    def nodes(self) -> Sequence[onnx.NodeProto]:
+        return self._proto.graph.node
+
+    @property
+    def outputs(self) -> list[str]:
+        return [value.name for value in self._proto.graph.output]
+
     def weight(self, site: Site) -> Array:
         """[out, in] f32, finite. Raises EngineError naming the layer."""
-        tensor = self._stored[site.weight + TURNED]
+        tensor = self.stored[site.weight + TURNED]
         values = onnx.numpy_helper.to_array(tensor, base_dir=str(self.path.parent)).T
         if not np.isfinite(values).all():
             raise EngineError(
@@ -74,7 +82,7 @@ class ReferenceGraph:
         logits = next(o for o in self._proto.graph.output if o.name == "logits")
         vocab = logits.type.tensor_type.shape.dim[-1].dim_value
         for node in self._proto.graph.node:
-            tensor = self._stored.get(node.input[1]) if node.op_type == "MatMul" else None
+            tensor = self.stored.get(node.input[1]) if node.op_type == "MatMul" else None
             if tensor is None or len(tensor.dims) != 2 or not tensor.name.endswith(TURNED):
                 continue
             features, rows = tensor.dims

@@ -12,7 +12,7 @@ from runtime.bench.prompts import Prompt, load_prompts
 from runtime.errors import InvalidRequest
 from runtime.text import Text
 
-from .prompts import DEFAULT
+from .prompts import CALIBRATION
 
 LEAST_TOKENS = 256  # fewer say next to nothing about a layer's inputs
 
@@ -37,7 +37,7 @@ def read_texts(files: Sequence[Path], text: Text, *, vocab: int, room: int) -> C
 
     Raises InvalidRequest where a file can't be read or has too little text.
     """
-    prompts = load_prompts(files or [DEFAULT], [], None)
+    prompts = load_prompts(files or [CALIBRATION], [], None)
     encoded = [tuple(t % vocab for t in _tokens(p, text)[:room]) for p in prompts]
     found = CalibrationTexts(texts=tuple(tokens for tokens in encoded if tokens))
     if found.tokens < LEAST_TOKENS:

@@ -3,10 +3,11 @@
     x · (1/s) → QuantizeLinear → DequantizeLinear ─┐
                 weight · s → DequantizeLinear → Transpose → MatMul
 
-One symmetric scale for a layer's input, one for each row of a weight; s, where a layer has one,
-moves what is hard to round from the input's features into the weight's (SmoothQuant, Xiao et al.
-2022). TensorRT builds such pairs into products of 8-bit numbers; ONNX Runtime's CPU runs them as
-they stand, which is what an engine is held against.
+One symmetric scale for a layer's input, one for each row of a weight, both rounded to the graph's
+own type before anything is rounded by them; s, where a layer has one, moves what is hard to round
+from the input's features into the weight's (SmoothQuant, Xiao et al. 2022). TensorRT builds such
+pairs into products of 8-bit numbers; ONNX Runtime's CPU runs them as they stand, which is what an
+engine is held against.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from .onnxruntime.projections import Linear, match_linear
 from .weights import array, constant, lazy, shape
 
 Array = np.ndarray
+FLOAT = np.dtype(np.float32)
 
 
 class EightBits(Enum):
@@ -61,24 +63,35 @@ class InputScale(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Qdq:
-    """`scale_of(name)` by the weight's name in the graph; None leaves the layer as it is."""
+    """`scale_of(name)` by the weight's name in the graph; None leaves the layer as it is.
+
+    scales: the type that the graph will have, as numpy knows it.
+    """
 
     kind: EightBits
     scale_of: Callable[[str], InputScale | None]
+    scales: np.dtype = FLOAT
 
+    def row_scales(self, weight: Array) -> Array:
+        """[out] f32 of `weight` [out, in]: its largest magnitude is the largest number."""
+        return self._steps(np.abs(weight).max(1) / self.kind.top)
 
-def row_scales(weight: Array, kind: EightBits) -> Array:
-    """[out] f32 of `weight` [out, in]: its largest magnitude is the largest number."""
-    most = np.abs(weight).max(1)
-    return np.where(most == 0, 1.0, most / kind.top).astype(np.float32)
+    def input_step(self, scale: InputScale) -> Array:
+        """[] f32."""
+        return self._steps(np.array(scale.scale))
 
+    def rounded_weight(self, weight: Array, scale: InputScale) -> Array:
+        """`weight` [out, in] f32 as the product has it, smoothing undone."""
+        smooth = np.float32(1) if scale.smoothing is None else scale.smoothing
+        moved = weight * smooth
+        steps = self.row_scales(moved)[:, None]
+        codes = self.kind.rounded(moved / steps).astype(np.float32)
+        return (codes * steps / smooth).astype(np.float32)
 
-def rounded_weight(weight: Array, scale: InputScale, kind: EightBits) -> Array:
-    """`weight` [out, in] f32 as the product has it, smoothing undone."""
-    smooth = np.float32(1) if scale.smoothing is None else scale.smoothing
-    moved = weight * smooth
-    steps = row_scales(moved, kind)[:, None]
-    return (kind.rounded(moved / steps).astype(np.float32) * steps / smooth).astype(np.float32)
+    def _steps(self, values: Array) -> Array:
+        """In the graph's type; 1 for nothing, or too little for the type: all codes are 0."""
+        steps = values.astype(self.scales).astype(np.float32)
+        return np.where(steps == 0, np.float32(1), steps)
 
 
 class QdqLinearPass(ir.passes.InPlacePass):
@@ -124,13 +137,16 @@ class QdqLinearPass(ir.passes.InPlacePass):
         x, name, nodes = linear.x, str(linear.weight.name), list[ir.Node]()
         if scale.smoothing is not None:
             divisor = (1 / scale.smoothing).astype(np.float32)
-            smooth = ir.node("Mul", [x, constant(graph, f"{name}.unsmoothing", divisor)])
+            factors = _made(graph, f"{name}.unsmoothing", divisor)
+            smooth = ir.node("Mul", [x, factors])
             smooth.outputs[0].shape, smooth.outputs[0].type = x.shape, x.type
             nodes, x = [smooth], smooth.outputs[0]
-        step = constant(graph, f"{name}.input_scale", np.array(scale.scale, np.float32))
+        step = _made(graph, f"{name}.input_scale", self.qdq.input_step(scale))
         zero = _zeros(graph, self.qdq.kind, f"outrider.zero.{self.qdq.kind.value}", ())
         down = ir.node("QuantizeLinear", [x, step, zero])
         up = ir.node("DequantizeLinear", [down.outputs[0], step, zero])
+        down.outputs[0].shape = x.shape
+        down.outputs[0].type = ir.TensorType(self.qdq.kind.onnx_type)
         up.outputs[0].shape, up.outputs[0].type = x.shape, x.type
         graph.insert_before(linear.matmul, [*nodes, down, up])
         return up.outputs[0]
@@ -144,12 +160,16 @@ class QdqLinearPass(ir.passes.InPlacePass):
 
         def codes() -> Array:
             values = moved()
-            return kind.rounded(values / row_scales(values, kind)[:, None])
+            return kind.rounded(values / self.qdq.row_scales(values)[:, None])
 
         rows, features = shape(weight)
         stored = lazy(graph, f"{name}.codes8", codes, kind.onnx_type, (rows, features))
         steps = lazy(
-            graph, f"{name}.scales8", lambda: row_scales(moved(), kind), ir.DataType.FLOAT, (rows,)
+            graph,
+            f"{name}.scales8",
+            lambda: self.qdq.row_scales(moved()),
+            ir.DataType.FLOAT,
+            (rows,),
         )
         # Zero points of its own: ONNX Runtime changes them where it moves weights to uint8.
         zeros = _zeros(graph, kind, f"{name}.zeros8", (rows,))
@@ -157,6 +177,11 @@ class QdqLinearPass(ir.passes.InPlacePass):
         up.outputs[0].shape, up.outputs[0].type = ir.Shape([rows, features]), weight.type
         graph.insert_before(linear.matmul, up)
         return up.outputs[0]
+
+
+def _made(graph: ir.Graph, name: str, values: Array) -> ir.Value:
+    """What calibration found takes the graph's own type, as weights do (tensorrt.strong_types)."""
+    return lazy(graph, name, lambda: values, ir.DataType.FLOAT, values.shape)
 
 
 def _zeros(graph: ir.Graph, kind: EightBits, name: str, sizes: tuple[int, ...]) -> ir.Value:

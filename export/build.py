@@ -68,7 +68,6 @@ def _gated(
 ) -> Manifest:
     """The manifest with the comparison's gate. Raises GateFailed."""
     assert request.gate is not None
-    assert request.draft is not None  # or it is refused before
     progress("comparing with the reference")
     bundle = Bundle.described(directory, _with_files(manifest, record_files(directory)))
     gate = request.gate.check(bundle, request.target, request.draft, progress)
@@ -111,6 +110,8 @@ def _fill_engines(
     plan: BuildPlan, asked: EngineBuild, directory: Path, progress: Progress
 ) -> Manifest:
     """The same with plans in place of graphs; step times are measured where there is a GPU."""
+    if plan.calibration is not None:
+        _write_report(directory, "calibration", plan.calibration.run(progress))
     written = write_engines(asked, plan.target, plan.draft, plan.limits, directory, progress)
     plan.target.save_tokenizer(directory)
     card = engine_card(plan.target, written.target, asked.precision)
@@ -193,7 +194,8 @@ def _target_gates(
 ) -> list[Gate]:
     engine = GateGraph(path, written.cache, written.vocab_size)
     with gates.exact_arithmetic(path) as variant:
-        exact = GateGraph(variant, written.cache, written.vocab_size)
+        wide = replace(written.cache, dtype="float32")
+        exact = GateGraph(variant, wide, written.vocab_size)
         parity = gates.parity(
             "target parity",
             lambda: exact.in_chunks(tokens),

@@ -20,12 +20,18 @@ from .calibrated import (
 )
 from .checkpoint import Checkpoint, open_checkpoint
 from .draft_plan import DraftPlan
-from .drafters import DraftRequest, open_drafter
+from .drafters import LAYER_SKIP, DraftRequest, open_drafter
+from .eagle_draft import EagleDraftPlan
 from .engine_bundle import EngineBuild, refuse_draft
-from .engine_precision import engine_precision
+from .engine_precision import (
+    engine_draft_precision,
+    engine_precision,
+    refuse_without_engines,
+)
 from .features import refuse_unproven, refuse_unsupported
 from .fidelity_gate import FidelityGate
 from .limits import check_batch, check_draft_tokens, check_tree_nodes, target_context
+from .medusa_draft import MedusaDraftPlan
 from .model_draft import ModelDraftPlan
 from .precision import Precision, precision
 from .provider_bundle import ProviderBuild, refuse_drafter
@@ -88,25 +94,28 @@ def plan_build(request: BuildRequest) -> BuildPlan:
     engines, provider = engine_build(request), provider_build(request)
     chosen: Precision = precision(BESIDE if engines or provider else request.precision)
     chosen = replace(chosen, rows_alike=chosen.rows_alike and request.rows_alike)
-    refuse_without_recipe(request.calibration, chosen)
+    recipe = engines.precision.recipe if engines else chosen
+    refuse_without_recipe(request.calibration, request.precision, recipe)
     target = open_checkpoint(request.target)
     target.text_files()  # raises here rather than after minutes
     context = target_context(request.max_context, target.config, target.name)
     calibration = None
-    if chosen.calibrated:
-        calibration = plan_calibration(request.calibration, target, chosen, context)
-        chosen = calibration.precision
+    if recipe is not None and recipe.calibrated:
+        calibration = plan_calibration(request.calibration, target, recipe, context)
+        if engines:
+            engines = engines.calibrated(calibration.precision)
+        else:
+            chosen = calibration.precision
     asked = _draft_request(request)
     if provider or (engines and engines.draft_backend != "onnxruntime"):
         asked = replace(asked, precision=None)  # it is an engine's, and checked as one
     draft = open_drafter(asked, target, context=context, target_precision=chosen)
     refuse_unsupported(target.config, context)
+    if chosen.int8_caches:
+        _refuse_f32_caches(request, chosen)
     refuse_unproven(target.config, target.eager_bytes(), gates.available_bytes())
-    if request.gate is not None and not isinstance(draft, ModelDraftPlan):
-        raise BuildError(
-            f"--gate: received --draft {request.draft or 'none'}. Expected a draft model, whose "
-            "acceptance can be compared with the reference's; build without --gate."
-        )
+    if request.gate is not None and request.gate.drop_asked:
+        _refuse_drop(request, draft)
     k = check_draft_tokens(request.max_draft_tokens, draft.context) if draft else 0
     if draft and draft.most_drafts is not None:
         k = min(k, draft.most_drafts)
@@ -152,6 +161,20 @@ def _refuse_gate(request: BuildRequest) -> None:
         )
 
 
+def _refuse_f32_caches(request: BuildRequest, chosen: Precision) -> None:
+    """Raises BuildError for what isn't built over caches of 8 bits."""
+    if request.max_tree_nodes:
+        raise BuildError(
+            f"--max-tree-nodes: received {request.max_tree_nodes} with --precision {chosen.name}. "
+            "Expected 0: trees aren't verified over caches of 8 bits yet; choose another precision."
+        )
+    if request.draft == LAYER_SKIP:
+        raise BuildError(
+            f"--draft: received {LAYER_SKIP} with --precision {chosen.name}. Expected another "
+            "drafter: it shares the target's caches, and is tried out on f32 ones alone."
+        )
+
+
 def engine_build(request: BuildRequest) -> EngineBuild | None:
     """What a request asks of engines; None for ONNX Runtime. Raises BuildError, at the door."""
     if request.backend not in ENGINE_LIBRARIES:
@@ -163,6 +186,9 @@ def engine_build(request: BuildRequest) -> EngineBuild | None:
                     f"{flag}: received it with --backend {request.backend}. Expected a backend of "
                     f"engines: {', '.join(ENGINE_LIBRARIES)}."
                 )
+        if request.backend != PROVIDER_BACKEND:  # which has precisions of its own
+            refuse_without_engines(request.precision, "--precision", request.backend)
+            refuse_without_engines(request.draft_precision, "--draft-precision", request.backend)
         return None
     draft_backend = request.draft_backend or request.backend
     if draft_backend not in ("onnxruntime", request.backend):
@@ -172,11 +198,12 @@ def engine_build(request: BuildRequest) -> EngineBuild | None:
         )
     _refuse_gate(request)
     check_targets(load(request.backend), request.compute_capabilities)
-    own = draft_backend == request.backend and request.draft_precision is not None
-    draft_name = request.draft_precision if own else request.precision
+    own = draft_backend == request.backend
+    target = engine_precision(request.precision)
+    draft_name = request.draft_precision if own else None
     chosen = {
-        "--precision": engine_precision(request.precision),
-        "--draft-precision": engine_precision(draft_name or request.precision, "--draft-precision"),
+        "--precision": target,
+        "--draft-precision": engine_draft_precision(draft_name or target.for_drafts),
     }
     for flag, one in chosen.items():
         if one.weights is not None:
@@ -201,3 +228,13 @@ def _draft_request(request: BuildRequest) -> DraftRequest:
         max_draft_tokens=request.max_draft_tokens,
         retokenize=request.retokenize,
     )
+
+
+def _refuse_drop(request: BuildRequest, draft: DraftPlan | None) -> None:
+    """Raises BuildError where there is no acceptance to compare, before anything slow."""
+    if not isinstance(draft, ModelDraftPlan | EagleDraftPlan | MedusaDraftPlan):
+        raise BuildError(
+            f"--max-acceptance-drop: received it with --draft {request.draft or 'none'}. Expected "
+            "a draft model or a head, whose acceptance can be compared; leave the limit out, and "
+            "--gate judges the target alone."
+        )

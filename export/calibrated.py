@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from calibration.answers import ANSWER_TOKENS, Tokens, Writer
+from calibration.cache_steps import CacheSteps, cache_reach
 from calibration.collect import Calibration
+from calibration.factors import Factors
 from calibration.input_scales import InputScales, find_scales
 from calibration.sites import ReferenceGraph
-from calibration.solve import solve
+from calibration.solve import Solver, solve, solve_scaled
 from calibration.solved import SolvedWeights
 from calibration.texts import CalibrationTexts, read_texts
 from engines.external_data import WeightStore
@@ -84,8 +86,9 @@ class CalibrationPlan:
         report = self._report(texts, self._solve(graph, run))
         write_json(self.folder / REPORT, report)
         shutil.rmtree(onnx)
-        for state in [*self.folder.glob("hessian.npz"), *self.folder.rglob("ranges.npz")]:
-            state.unlink()
+        for state in ("hessian.npz", "ranges.npz", "caches.npz"):
+            for path in self.folder.rglob(state):
+                path.unlink()
         return report
 
     def _writer(self, onnx: Path, written: WrittenGraph, tell: Callable[[str], None]) -> Writer:
@@ -108,9 +111,15 @@ class CalibrationPlan:
 
     def _solve(self, graph: ReferenceGraph, run: Calibration) -> dict[str, Any]:
         """What the recipe asks for, and what the report says of it."""
+        if self.precision.caches is not None:
+            self.precision.caches.put(cache_reach(graph, run))
+            return {"cache_steps": len(self.precision.caches.found)}
         eight, inputs = self.precision.eight_bits, self.precision.inputs
         if eight is None or inputs is None:
-            solve(graph, run, self.solved)
+            if self.precision.solver is Solver.AWQ:
+                solve_scaled(graph, run, self.solved, self._is_vector)
+            else:
+                solve(graph, run, self.solved)
             errors = {name: self.solved.errors(name) for name in sorted(self.solved.names)}
             return {
                 "output_error": {
@@ -119,16 +128,28 @@ class CalibrationPlan:
                 }
             }
         found = find_scales(
-            graph, run, top=eight.top, rule=self.precision.rule, smooth=self.precision.smooth
+            graph,
+            run,
+            top=eight.top,
+            rule=self.precision.rule,
+            smooth=self.precision.smooth,
+            most_reach=self.precision.most_reach,
         )
         inputs.put(found)
         return {"input_scale": {name: one.scale for name, one in found.items()}}
 
+    def _is_vector(self, name: str) -> bool:
+        return self.target.find(name) is not None
+
     def _recall(self, report: dict[str, Any]) -> None:
-        if self.precision.inputs is not None:
+        if self.precision.caches is not None:
+            self.precision.caches.recall()
+        elif self.precision.inputs is not None:
             self.precision.inputs.recall()
         else:
             self.solved.recall(report["output_error"])
+            if self.solved.factors is not None:
+                self.solved.factors.recall()
 
     def _report(self, texts: Sequence[Tokens], found: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -159,7 +180,8 @@ def plan_calibration(
 
 def _recipe(precision: Precision) -> str:
     """What of it decides what is found."""
-    parts = (precision.format, precision.eight_bits, precision.smooth, precision.rule)
+    eight = (precision.eight_bits, precision.smooth, precision.rule, precision.most_reach)
+    parts = (precision.format, *eight)
     return repr((precision.name, *parts))
 
 
@@ -169,13 +191,17 @@ def _digest(key: list[Any]) -> str:
 
 def _with_results(precision: Precision, folder: Path, target: Checkpoint) -> Precision:
     """The recipe with a place for what it finds."""
+    if precision.int8_caches:
+        return replace(precision, caches=CacheSteps(path=folder / "cache_steps.npz"))
     if precision.eight_bits is not None:
         return replace(precision, inputs=InputScales(path=folder / "inputs.npz"))
     assert precision.format is not None  # a recipe of codes has one
+    factors = Factors(path=folder / "factors.npz")
     solved = SolvedWeights(
         directory=folder / "solved",
         format=precision.format,
         rows_of=lambda name: _rows_of(target, name),
+        factors=factors if precision.solver is Solver.AWQ else None,
     )
     return replace(precision, solved=solved)
 
@@ -187,12 +213,12 @@ def write_json(path: Path, value: object) -> None:
     partial.replace(path)
 
 
-def refuse_without_recipe(request: CalibrationRequest, precision: Precision) -> None:
-    """Raises BuildError where texts are given to a recipe that reads none."""
-    if request.prompt_files and not precision.calibrated:
+def refuse_without_recipe(request: CalibrationRequest, name: str, recipe: Precision | None) -> None:
+    """Raises BuildError where texts are given to a precision that reads none."""
+    if request.prompt_files and not (recipe is not None and recipe.calibrated):
         names = ", ".join(p.name for p in PRECISIONS.values() if p.calibrated)
         raise BuildError(
-            f"--calibration-prompts: received it with --precision {precision.name}, which reads no "
+            f"--calibration-prompts: received it with --precision {name}, which reads no "
             f"text. Expected one of {names}."
         )
 

@@ -69,9 +69,11 @@ def build(
     precision: Annotated[
         str,
         typer.Option(
-            help="Of the target's weights: fp32, int8 or int4, rounded to nearest; int4-gptq and "
-            "int8-smoothquant (inputs in 8 bits, too) read text first; of engines fp16, bf16, "
-            "int8, int4, int4-128, fp8 or fp4; of onnxruntime-cuda fp16, int8 or int4."
+            help="Of the target's weights: fp32, int8 or int4, rounded to nearest; int4-gptq, "
+            "int4-awq, int8-smoothquant (inputs in 8 bits, too) and int8-kv (caches, too) read "
+            "text first; of engines fp16, bf16, int8, int4, int4-128, fp8-weight, fp4, and from "
+            "text int4-gptq, int4-awq, int8-smoothquant or fp8; of onnxruntime-cuda fp16, int8 "
+            "or int4."
         ),
     ] = "int8",
     draft_precision: Annotated[

@@ -51,6 +51,7 @@ from .layer_skip_draft import LayerSkipPlan
 from .model_draft import ModelDraftPlan
 from .ngram_draft import NgramDraftPlan
 from .oracle import record
+from .precision import Precision
 from .ranking_gate import branch_gates
 
 Progress = Callable[[str], None]
@@ -65,6 +66,10 @@ class EngineBuild:
     draft_precision: EnginePrecision
     options: BuildOptions
     draft_backend: str  # the same, or onnxruntime
+
+    def calibrated(self, recipe: Precision) -> EngineBuild:
+        """With what the target's recipe will find in its texts."""
+        return replace(self, precision=replace(self.precision, recipe=recipe))
 
     def open_library(self) -> Library:
         """Before anything slow. Raises BuildError."""

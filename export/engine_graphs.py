@@ -32,6 +32,7 @@ from .draft import Draft
 from .draft_tail import append_draft_sampling
 from .draft_vocabulary import DraftVocabulary, QOver
 from .engine_precision import EnginePrecision
+from .exact_graph import exact_arithmetic
 from .gate_graph import GateGraph
 from .graphs import WrittenGraph, _bound, rounded_weights
 from .portable import fix_num_logits
@@ -64,7 +65,7 @@ def write_target_graph(
     trees: bool = False,
 ) -> EngineGraph:
     """taps: hidden states that a drafter reads. trees: it verifies trees."""
-    model = _bound(checkpoint, max_context, taps=taps, trees=trees)
+    model = _bound(checkpoint, max_context, taps=taps, trees=trees, moved=precision.moved)
     vocab = checkpoint.config.vocab_size
     return _written("target", model, checkpoint, precision, max_context, vocab, scratch)
 
@@ -121,11 +122,11 @@ def _written(
     exact_path = None
     rounded: frozenset[str] = frozenset()
     if checkpoint.eager_bytes() <= gates.available_bytes():
-        exact = lower_exactly(model.clone(), precision.weights)
+        exact = lower_exactly(model.clone(), precision.weights, precision.recipe_pass())
         rounded = rounded_weights(exact, checkpoint)
         finish(exact)
         exact_path = save(exact, f"{name}.exact", WeightStore(directory=scratch))
-    lower(model, precision.dtype, precision.weights)
+    lower(model, precision.dtype, precision.weights, precision.recipe_pass())
     _check_quantized(name, model, precision)
     finish(model)
     path = save(model, name, WeightStore(directory=scratch))
@@ -140,7 +141,7 @@ def _check_quantized(name: str, model: ir.Model, precision: EnginePrecision) -> 
 
     Raises BuildError.
     """
-    quantized = any(key.endswith(".codes") for key in model.graph.initializers)
+    quantized = any(key.endswith((".codes", ".codes8")) for key in model.graph.initializers)
     if precision.weights is not None and not quantized:
         raise BuildError(
             f"--precision {precision.name}: received {name} in which no layer's input is a "
@@ -204,7 +205,8 @@ def target_gates(
     the strongly typed graph against the exact one. Raises GateFailed."""
     if graph.exact is None:
         return [skipped("target parity", checkpoint)]
-    exact = gate_graph(graph.exact, graph.exact_cache, graph.vocab_size)
+    with exact_arithmetic(graph.exact) as path:
+        exact = gate_graph(path, graph.exact_cache, graph.vocab_size)
     narrow = exact
     if precision.activations == "fp16":  # of bf16, ONNX Runtime's CPU has few kernels
         narrow = gate_graph(graph.path, graph.cache, graph.vocab_size)
@@ -233,7 +235,8 @@ def exact_logits(
     tokens: Sequence[int],
     gate_graph: type[EngineGateGraph] = EngineGateGraph,
 ) -> Array | None:
-    """In f32 arithmetic: [len(tokens), vocab]; None where no gate could run."""
+    """In f32 arithmetic, inputs rounded where the engine rounds them: [len(tokens), vocab]; None
+    where no gate could run."""
     if graph.exact is None:
         return None
     return gate_graph(graph.exact, graph.exact_cache, graph.vocab_size).in_chunks(tokens)
@@ -257,7 +260,8 @@ def states_gates(
     """Those states against the eager model's. Raises GateFailed."""
     if graph.exact is None:
         return [skipped("features", checkpoint)]
-    exact = EngineGateGraph(graph.exact, graph.exact_cache, graph.vocab_size)
+    with exact_arithmetic(graph.exact) as path:
+        exact = EngineGateGraph(path, graph.exact_cache, graph.vocab_size)
     return [
         gates.features_parity(
             exact, checkpoint.load_eager, tokens, taps, precision, graph.rounded,

@@ -15,6 +15,7 @@ def exact_arithmetic(path: Path) -> Iterator[Path]:
     """The same graph and weights, told not to round activations; gone afterwards."""
     model = onnx.load(path, load_external_data=False)
     _skip_pairs(model.graph)
+    _widen_caches(model.graph)
     for node in _nodes(model.graph):
         for attribute in node.attribute:
             if attribute.name == "accuracy_level":
@@ -34,6 +35,8 @@ def _skip_pairs(graph: onnx.GraphProto) -> None:
     for a MatMulNBits, and round activations after all.
     """
     source = {n.output[0]: n.input[0] for n in graph.node if n.op_type == "QuantizeLinear"}
+    if not source:
+        return
     weights = {t.name for t in graph.initializer if len(t.dims) == 2}
     nodes: list[onnx.NodeProto] = []
     for node in graph.node:
@@ -51,6 +54,22 @@ def _skip_pairs(graph: onnx.GraphProto) -> None:
     graph.node.extend(kept.node)
 
 
+def _widen_caches(graph: onnx.GraphProto) -> None:
+    """Caches of 8 bits are f32 here."""
+    values = {v.name: v for v in (*graph.input, *graph.output)}
+    for node in graph.node:
+        if node.op_type != "GroupQueryAttention" or len(node.input) <= _CACHE_STEPS:
+            continue
+        del node.input[_CACHE_STEPS:]
+        kept = [a for a in node.attribute if a.name not in _CACHE_ATTRIBUTES]
+        del node.attribute[:]
+        node.attribute.extend(kept)
+        for name in (*node.input[3:5], *node.output[1:3]):
+            values[name].type.tensor_type.elem_type = onnx.TensorProto.FLOAT
+
+
+_CACHE_STEPS = 12  # input of GroupQueryAttention, and the next
+_CACHE_ATTRIBUTES = ("k_quant_type", "v_quant_type", "kv_cache_bit_width")
 _LAST_AXIS = "outrider.exact.axis"
 
 

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx_ir as ir
 from transformers import PretrainedConfig
 
 from engines.external_data import WeightStore, save
-from engines.onnxruntime.lowering import lower, make_rows_alike
+from engines.onnxruntime.lowering import lower, make_rows_alike, quantize_caches
 from runtime.contract import CacheSpec
 
 from .accept_graph import accept_model
@@ -31,6 +31,11 @@ from .trace import cache_spec, trace_decoder
 logger = logging.getLogger(__name__)
 
 Share = Callable[[str], str | None]
+Moved = Callable[[str, np.ndarray], np.ndarray]
+
+
+def _unmoved(_name: str, values: np.ndarray) -> np.ndarray:
+    return values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,16 +58,20 @@ def write_target(
 
     taps: hidden states that a drafter reads. trees: it verifies trees.
     """
-    model = _bound(checkpoint, max_context, taps=taps, trees=trees)
+    model = _bound(checkpoint, max_context, taps=taps, trees=trees, moved=precision.moved)
     lower(model, precision.quantizer(), precision.qdq())
-    if precision.rows_alike:
+    cache = cache_spec(checkpoint.config, max_context)
+    if precision.caches is not None:
+        quantize_caches(model, precision.caches)
+        cache = replace(cache, dtype="int8")
+    elif precision.rows_alike:
         make_rows_alike(model)
     rounded = rounded_weights(model, checkpoint)
     embedding = checkpoint.find("model.embed_tokens.weight")
     home = checkpoint.stored(embedding) if embedding is not None else None
     save(model, "target", store, share=_embedding_keys(checkpoint, home, precision))
     return WrittenGraph(
-        cache=cache_spec(checkpoint.config, max_context),
+        cache=cache,
         vocab_size=checkpoint.config.vocab_size,
         rounded=rounded,
     )
@@ -123,12 +132,19 @@ def _bound(
     head_rows: int | None = None,
     taps: Sequence[int] = (),
     trees: bool = False,
+    moved: Moved = _unmoved,
 ) -> ir.Model:
+    """moved: what becomes of a tensor, by the graph's name of it, before it is rounded."""
     config: PretrainedConfig = checkpoint.config
     traced = trace_decoder(config, max_context, head_rows=head_rows, taps=taps, trees=trees)
     model = make_portable(traced)
     names = match_names(checkpoint, weight_shapes(model))
-    bind_weights(model, checkpoint.load, names)
+    graph_name = {stored: name for name, stored in names.items()}
+
+    def load(stored: str) -> np.ndarray:
+        return moved(graph_name.get(stored, stored), checkpoint.load(stored))
+
+    bind_weights(model, load, names)
     return model
 
 

@@ -27,15 +27,18 @@ alone 0.182, on as much text of its own besides 0.118; that in blocks of 32 0.10
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 
 from calibration.block_quantization import BlockFormat, QuantizedWeight, dequantize, quantize
+from calibration.cache_steps import CacheSteps
 from calibration.input_scales import InputScales, RangeRule
+from calibration.solve import Solver
 from calibration.solved import SolvedWeights
 from engines.onnxruntime.quantized import Quantizer
-from engines.qdq import EightBits, Qdq, rounded_weight
+from engines.qdq import FLOAT, EightBits, Qdq
 from runtime.errors import BuildError
 
 
@@ -46,7 +49,8 @@ class Precision:
     outer: of embedding and head, where theirs is another; rows_alike: whether a target's row is to
     have the same bits alone and among others, which needs an engine that multiplies a lone row as
     it multiplies several: ONNX Runtime's 8 bits are so. eight_bits: weights and inputs of linear
-    layers are both rounded, but for the head's. for_drafts: what a draft takes whose precision
+    layers are both rounded, but for the head's. int8_caches: of the target, too. on_cpu: ONNX
+    Runtime multiplies so; else engines alone do. for_drafts: what a draft takes whose precision
     nobody names; recipes that read text are for targets.
     """
 
@@ -57,11 +61,15 @@ class Precision:
     eight_bits: EightBits | None = None
     smooth: bool = False  # of eight_bits: SmoothQuant
     rule: RangeRule = RangeRule.ABSMAX  # of eight_bits: where inputs are cut off
-    calibrated: bool = False
+    most_reach: float = math.inf  # of eight_bits: beyond it a layer's weight alone is rounded
+    solver: Solver | None = None  # of codes that are made from text
+    int8_caches: bool = False
+    on_cpu: bool = True
     for_drafts: str = ""
     # Filled by export.calibrated; a weight that they don't have is rounded to nearest.
     solved: SolvedWeights | None = None
     inputs: InputScales | None = None
+    caches: CacheSteps | None = None
 
     def format_of(self, name: str) -> BlockFormat:
         """Of a weight by its name in a graph; joined ones are `a+b`."""
@@ -70,15 +78,25 @@ class Precision:
             return self.format
         return self.outer
 
+    @property
+    def calibrated(self) -> bool:
+        """Whether it reads text."""
+        return self.solver is not None or self.eight_bits is not None or self.int8_caches
+
+    def moved(self, name: str, values: np.ndarray) -> np.ndarray:
+        """A tensor of the checkpoint as it is before anything is rounded."""
+        return values if self.solved is None else self.solved.moved(name, values)
+
     def quantizer(self) -> Quantizer | None:
         if self.format is None:
             return None
         return Quantizer(format_of=self.format_of, quantize=self._quantized)
 
-    def qdq(self) -> Qdq | None:
+    def qdq(self, scales: np.dtype = FLOAT) -> Qdq | None:
+        """scales: the type that the graph will have."""
         if self.eight_bits is None or self.inputs is None:
             return None
-        return Qdq(kind=self.eight_bits, scale_of=self.inputs.of)
+        return Qdq(kind=self.eight_bits, scale_of=self.inputs.of, scales=scales)
 
     def rounded(self, weight: np.ndarray, name: str = "") -> np.ndarray:
         """`weight` [out, in], called `name` in the checkpoint, as the engine sees it."""
@@ -87,7 +105,7 @@ class Precision:
         if self.solved is not None and self.solved.joined(name) is not None:
             return self.solved.part(name, weight.shape)
         if (eight := self.qdq()) is not None and (scale := eight.scale_of(name)) is not None:
-            return rounded_weight(weight, scale, eight.kind)
+            return eight.rounded_weight(weight, scale)
         fmt = self.format_of(name)
         return dequantize(quantize(weight, fmt), fmt, weight.shape[1])
 
@@ -99,6 +117,8 @@ class Precision:
 
 _INT8 = BlockFormat(bits=8, block=32, symmetric=True)
 _INT4 = BlockFormat(bits=4, block=32, symmetric=True)
+_INT4_64 = BlockFormat(bits=4, block=64, symmetric=True, half_scales=True)
+_INT8_64 = BlockFormat(bits=8, block=64, symmetric=True, half_scales=True)
 
 PRECISIONS = {
     p.name: p
@@ -108,9 +128,16 @@ PRECISIONS = {
         Precision(name="int4", format=_INT4),
         Precision(
             name="int4-gptq",
-            format=BlockFormat(bits=4, block=64, symmetric=True, half_scales=True),
-            outer=BlockFormat(bits=8, block=64, symmetric=True, half_scales=True),
-            calibrated=True,
+            format=_INT4_64,
+            outer=_INT8_64,
+            solver=Solver.GPTQ,
+            for_drafts="int4",
+        ),
+        Precision(
+            name="int4-awq",
+            format=_INT4_64,
+            outer=_INT8_64,
+            solver=Solver.AWQ,
             for_drafts="int4",
         ),
         Precision(
@@ -119,25 +146,42 @@ PRECISIONS = {
             eight_bits=EightBits.INT8,
             smooth=True,
             rule=RangeRule.MSE,
-            calibrated=True,
+            most_reach=6.0,
             for_drafts="int8",
+        ),
+        Precision(
+            name="int8-kv",
+            format=_INT8,
+            int8_caches=True,
+            for_drafts="int8",
+        ),
+        Precision(
+            name="fp8",
+            format=None,
+            eight_bits=EightBits.FP8,
+            on_cpu=False,
+            for_drafts="fp8-weight",
         ),
     )
 }
 
 
 def precision(name: str, flag: str = "--precision") -> Precision:
-    """Raises BuildError naming the flag and the choices."""
-    if name not in PRECISIONS:
-        raise BuildError(f"{flag}: received {name!r}. Expected one of {', '.join(PRECISIONS)}.")
+    """One for ONNX Runtime. Raises BuildError naming the flag and the choices."""
+    if name not in on_cpu():
+        raise BuildError(f"{flag}: received {name!r}. Expected one of {', '.join(on_cpu())}.")
     return PRECISIONS[name]
+
+
+def on_cpu() -> list[str]:
+    return [p.name for p in PRECISIONS.values() if p.on_cpu]
 
 
 def draft_precision(name: str) -> Precision:
     """The same for a draft, which isn't calibrated."""
     chosen = precision(name, "--draft-precision")
     if chosen.calibrated:
-        plain = [p.name for p in PRECISIONS.values() if not p.calibrated]
+        plain = [name for name in on_cpu() if not PRECISIONS[name].calibrated]
         raise BuildError(
             f"--draft-precision: received {name!r}, which calibrates a target. Expected one of "
             f"{', '.join(plain)}."

@@ -137,7 +137,7 @@ class CacheSpec:
         return (batch, self.kv_heads, self.max_context, self.head_dim)
 
     def bytes(self, batch: int) -> int:
-        itemsize = {"float32": 4, "float16": 2, "bfloat16": 2}[self.dtype]
+        itemsize = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}[self.dtype]
         b, h, n, d = self.shape(batch)
         return 2 * self.layers * b * h * n * d * itemsize
 

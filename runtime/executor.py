@@ -27,6 +27,7 @@ Buffers = Mapping[str, NDArray[Any]]
 _NUMPY_NAMES = {
     "tensor(float)": "float32",
     "tensor(float16)": "float16",
+    "tensor(int8)": "int8",
     "tensor(int64)": "int64",
     "tensor(int32)": "int32",
     "tensor(bool)": "bool",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from helpers_runtime import VOCAB, target_table, write_bundle
 
-from calibration.prompts import DEFAULT, read_prompts, text_of
+from calibration.prompts import CALIBRATION, HELD_OUT, read_prompts, text_of
 from runtime.bundle import Bundle
 from runtime.errors import InvalidRequest
 
@@ -23,11 +23,20 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 def test_the_default_set_is_there_and_licensed(bundle: Bundle) -> None:
     found = read_prompts([], None, bundle, room=10_000)
     counts = Counter(prompt.category for prompt in found.prompts)
-    assert len(found.prompts) >= 40
+    assert len(found.prompts) == 64
     assert len(counts) == 8
-    assert set(counts.values()) == {6}
+    assert set(counts.values()) == {8}
     assert found.skipped == ()
-    assert "Apache-2.0" in (DEFAULT.parent / "README.md").read_text()
+    assert "Apache-2.0" in (HELD_OUT.parent / "README.md").read_text()
+
+
+def test_what_is_compared_on_was_not_calibrated_on() -> None:
+    def contents(path: Path) -> set[str]:
+        rows = map(json.loads, path.read_text().splitlines())
+        return {row.get("prompt") or row["messages"][0]["content"] for row in rows}
+
+    assert len(contents(HELD_OUT)) == 64
+    assert contents(HELD_OUT).isdisjoint(contents(CALIBRATION))
 
 
 def test_every_layout_becomes_tokens(bundle: Bundle, tmp_path: Path) -> None:
@@ -57,8 +66,8 @@ def test_a_model_without_a_template_reads_the_messages_as_text(
     (path / "chat_template.jinja").unlink()
     (path / "manifest.json").write_text(json.dumps(manifest))
     base = Bundle.load(path)
-    asked = json.loads(DEFAULT.read_text().splitlines()[6])["messages"][0]["content"]
-    found = read_prompts([], None, base, room=10_000).prompts[6]
+    asked = json.loads(HELD_OUT.read_text().splitlines()[8])["messages"][0]["content"]
+    found = read_prompts([], None, base, room=10_000).prompts[8]
     assert list(found.tokens) == text_of(base).encode(asked)
 
 

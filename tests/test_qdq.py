@@ -26,16 +26,20 @@ from helpers_family import (
 from tiny_checkpoints import llama_config
 from transformers import PreTrainedModel
 
+from calibration.collect import Calibration, collect
 from calibration.input_scales import (
     InputScales,
     LayerInput,
     RangeRule,
+    find_scales,
     input_scale,
+    reach,
     smoothing,
 )
+from calibration.sites import ReferenceGraph
 from calibration.statistics import Ranges
 from engines.external_data import WeightStore, save
-from engines.qdq import EightBits, Qdq, QdqLinearPass, rounded_weight
+from engines.qdq import EightBits, Qdq, QdqLinearPass
 from engines.weights import lazy
 from export.build import BuildRequest, build
 from export.calibrated import CalibrationRequest
@@ -43,6 +47,7 @@ from export.gates import exact_arithmetic
 from export.precision import PRECISIONS
 from runtime.bundle import Bundle
 from runtime.errors import BuildError
+from runtime.executor import EngineOptions
 
 KINDS = list(EightBits)
 FEATURES, ROWS = 48, 20
@@ -122,6 +127,33 @@ def test_the_least_error_is_the_least() -> None:
     assert found < 1.05 * best
 
 
+def test_reach_tells_a_lone_outlier_from_a_long_tail() -> None:
+    values = RNG.standard_normal(200_000).astype(np.float32)[:, None]
+    assert reach(ranges_of(values)) < 2
+    assert reach(ranges_of(np.append(values, 50.0)[:, None])) == pytest.approx(50 / 3.3, rel=0.1)
+    assert reach(Ranges.empty(4)) == 1.0
+
+
+def test_a_layer_whose_inputs_reach_too_far_is_left_out(fp32_bundle: Path, tmp_path: Path) -> None:
+    card = Bundle.load(fp32_bundle).manifest.target
+    graph = ReferenceGraph(fp32_bundle / "onnx" / "target.onnx")
+    run = Calibration(
+        cache=card.cache,
+        vocab=card.vocab_size,
+        texts=[[(7 * i + j) % 250 for j in range(20)] for i in range(4)],
+        work=tmp_path,
+        options=EngineOptions(threads=1, spin=False),
+    )
+    found = collect(graph, graph.sites, Ranges, run)
+    far = sorted(reach(one) for one in found.values())
+    some = find_scales(
+        graph, run, top=127.0, rule=RangeRule.MSE, smooth=False, most_reach=far[len(far) // 2]
+    )
+    every = find_scales(graph, run, top=127.0, rule=RangeRule.MSE, smooth=False)
+    assert 0 < len(some) < len(every) == 2 * 4
+    assert all(every[name] == one for name, one in some.items())
+
+
 def test_inputs_that_are_always_0_have_a_scale() -> None:
     assert input_scale(Ranges.empty(4), 127.0, RangeRule.MSE) == 1.0
     np.testing.assert_array_equal(smoothing(np.zeros(3), np.ones(3)), np.ones(3))
@@ -160,7 +192,7 @@ def test_the_engine_multiplies_what_was_rounded(
     path = save(model, "graph", WeightStore(directory=tmp_path))
     divisor = np.float32(1) if scale.smoothing is None else scale.smoothing
     steps = kind.rounded(X * (1 / divisor) / np.float32(scale.scale)).astype(np.float32)
-    weight = rounded_weight(WEIGHT, scale, kind)
+    weight = Qdq(kind=kind, scale_of=lambda _: scale).rounded_weight(WEIGHT, scale)
     expected = (steps * np.float32(scale.scale)) @ (weight * divisor).T
     assert relative(run(path), expected) < 1e-3  # a value at a tie may fall to either side
     with exact_arithmetic(path) as exact:
@@ -221,9 +253,10 @@ def _round_like(model: PreTrainedModel, kind: EightBits, one: LayerInput) -> Non
         steps = kind.rounded(inputs[0].numpy() / np.float32(one.scale)).astype(np.float32)
         return torch.from_numpy(steps * np.float32(one.scale))
 
+    qdq = Qdq(kind=kind, scale_of=lambda _: one)
     for name, layer in model.named_modules():
         if isinstance(layer, torch.nn.Linear) and "_proj" in name:
-            weight = rounded_weight(layer.weight.numpy(), one, kind)
+            weight = qdq.rounded_weight(layer.weight.numpy(), one)
             layer.weight.data = torch.from_numpy(weight)
             layer.register_forward_pre_hook(rounded)
 
@@ -259,6 +292,10 @@ def test_recipes_that_a_backend_cannot_carry_are_refused(tiny_target: Path, tmp_
     request = BuildRequest(
         target=str(tiny_target), draft=None, out=tmp_path / "bundle", precision="fp8"
     )
-    with pytest.raises(BuildError, match=r"--precision: received 'fp8'.*Expected one of fp32"):
+    message = r"--precision: received 'fp8' with --backend onnxruntime.*Expected one of fp32, int8"
+    with pytest.raises(BuildError, match=message + r".*--backend tensorrt or tensorrt-rtx"):
         build(request)
+    draft = replace(request, precision="int8", draft_precision="fp16")
+    with pytest.raises(BuildError, match=r"--draft-precision: received 'fp16' with"):
+        build(draft)
     assert len(PRECISIONS) <= 8

@@ -14,7 +14,9 @@ from family_configs import FAMILIES
 from helpers_family import bind, portable_graph, random_model, written
 from helpers_lowering import graph_of, random
 
+from calibration.input_scales import LayerInput
 from engines.external_data import WeightStore, save
+from engines.qdq import EightBits, Qdq, QdqLinearPass
 from engines.tensorrt.build import BuildOptions, Plan, TimingCache, build_plan
 from engines.tensorrt.lowering import lower
 from engines.tensorrt.package import Library, load
@@ -142,6 +144,29 @@ def test_weights_stay_compressed_in_the_plan(library: Library, kind: str, tmp_pa
         plan = build_plan(library, _linear(kind, tmp_path / str(target)), [ANY], options)
         weights = WIDTH * WIDTH * bytes_a_weight
         assert weights < plan.weight_bytes < 1.3 * weights
+        assert len(plan.data) < 1.3 * weights + 500_000, "unpacked it would be twice as much"
+
+
+@pytest.mark.parametrize("kind", list(EightBits), ids=lambda kind: kind.value)
+def test_products_of_8_bits_keep_their_weights_so(
+    library: Library, kind: EightBits, tmp_path: Path
+) -> None:
+    """A quarter of what they would be in f32, in each type of the graph that carries them."""
+    model = graph_of(
+        f"""g (float[1,s,{WIDTH}] x, float[{WIDTH},{WIDTH}] w) => (float[1,s,{WIDTH}] y)
+        {{ t = Transpose<perm=[1,0]>(w)  y = MatMul(x, t) }}""",
+        {"w": random(WIDTH, WIDTH)},
+    )
+    one = LayerInput(scale=4 / kind.top, smoothing=np.full(WIDTH, 1.5, np.float32))
+    for dtype in NARROW.values():
+        qdq = Qdq(kind=kind, scale_of=lambda _: one, scales=dtype.numpy())
+        folder = tmp_path / dtype.name
+        folder.mkdir()
+        path = written(lower(model.clone(), dtype, None, QdqLinearPass(qdq)), "linear", folder)
+        options = BuildOptions(compute_capabilities=(89,))
+        plan = build_plan(library, path, [ANY], options)
+        weights = WIDTH * WIDTH
+        assert weights < plan.weight_bytes < 1.1 * weights
         assert len(plan.data) < 1.3 * weights + 500_000, "unpacked it would be twice as much"
 
 

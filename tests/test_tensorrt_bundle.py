@@ -14,6 +14,7 @@ from engines.tensorrt.build import BuildOptions, build_plan
 from engines.tensorrt.package import load
 from engines.tensorrt.ranges import target_profiles
 from export.build import BuildRequest, build
+from export.calibrated import CalibrationRequest
 from export.checkpoint import open_checkpoint
 from export.cli import app
 from export.engine_graphs import exact_states, write_target_graph
@@ -162,6 +163,44 @@ def test_a_ranking_that_is_not_the_drafts_fails_the_build() -> None:
         ranking(ids[order[:, ::-1]], tops, probs, ids)
 
 
+@pytest.fixture
+def calibration(tmp_path: Path) -> CalibrationRequest:
+    return CalibrationRequest(cache=tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    ("precision", "draft_precision"), [("int8-smoothquant", "int8"), ("fp8", "fp8-weight")]
+)
+def test_inputs_are_rounded_by_calibrated_scales(
+    kept_traces: None,
+    tiny_target: Path,
+    tiny_draft: Path,
+    calibration: CalibrationRequest,
+    tmp_path: Path,
+    precision: str,
+    draft_precision: str,
+) -> None:
+    """Parity is exact for the rounded weights; inputs are rounded by what is called the engine."""
+    asked = _request(
+        tmp_path / "bundle", tiny_target, tiny_draft, precision=precision, calibration=calibration
+    )
+    bundle = Bundle.load(build(asked))
+    manifest = bundle.manifest
+    gates = {gate.name: gate for gate in manifest.gates}
+    assert {gate.status for gate in gates.values()} == {"passed"}
+    assert float(gates["target parity"].figures["relative_error"]) < 1e-4
+    assert 0.005 < float(gates["engine"].figures["relative_error"]) < 0.3
+    assert manifest.target.precision == precision
+    assert manifest.draft_model is not None
+    assert manifest.draft_model.precision == draft_precision
+    report = json.loads((bundle.path / "reports" / "calibration.json").read_text())
+    assert report["recipe"] == precision
+    assert len(report["input_scale"]) == 2 * 4, "all layers but the head"
+    told: list[str] = []
+    build(replace(asked, out=tmp_path / "again"), told.append)
+    assert any("calibrated before" in line for line in told)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -169,7 +208,12 @@ def test_a_ranking_that_is_not_the_drafts_fails_the_build() -> None:
         ({"draft_precision": "fp32"}, r"--draft-precision: received 'fp32'"),
         ({"compute_capabilities": (90,)}, r"--compute-capability: received 90"),
         ({"draft_backend": "elsewhere"}, r"--draft-backend: received 'elsewhere'"),
-        ({"precision": "fp8", "compute_capabilities": (80,)}, r"for compute capability 80"),
+        (
+            {"precision": "fp8", "compute_capabilities": (80,)},
+            r"--precision: received FLOAT8E4M3FN weights for compute capability 80",
+        ),
+        ({"draft_precision": "fp8"}, r"--draft-precision: received 'fp8', which calibrates"),
+        ({"precision": "fp32"}, r"'fp32'. Expected .*, or --backend onnxruntime for fp32"),
         ({"precision": "int4-128"}, r"int4-128.*no layer"),
         ({"draft": "layer-skip", "skip_layers": "1"}, r"--draft: received .* with --backend"),
         ({"backend": "tensorrt"}, r"--backend tensorrt: received no usable package"),
@@ -191,6 +235,34 @@ def test_what_engines_cannot_do_is_refused(
     with pytest.raises(BuildError, match=message):
         build(replace(_request(out, tiny_target, tiny_draft), **options))  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("precision", ["int4-gptq", "int4-awq"])
+def test_codes_that_calibration_chose_are_carried(
+    kept_traces: None,
+    tiny_target: Path,
+    tiny_draft: Path,
+    calibration: CalibrationRequest,
+    tmp_path: Path,
+    precision: str,
+) -> None:
+    """The exact graph is the eager model with these codes, AWQ's factors undone.
+
+    Rows of 32 features are no whole block of 64: they have 8 bits, and their factors all the same.
+    """
+    asked = _request(
+        tmp_path / "bundle", tiny_target, tiny_draft, precision=precision, calibration=calibration
+    )
+    bundle = Bundle.load(build(asked))
+    gates = {gate.name: gate for gate in bundle.manifest.gates}
+    assert {gate.status for gate in gates.values()} == {"passed"}
+    assert float(gates["target parity"].figures["relative_error"]) < 1e-4
+    drift = float(gates["target parity"].figures["drift_kl"])
+    assert 1e-4 < drift < 0.3
+    assert bundle.manifest.draft_model is not None
+    assert bundle.manifest.draft_model.precision == "int4"
+    report = json.loads((bundle.path / "reports" / "calibration.json").read_text())
+    assert len(report["output_error"]) == 2 * 4
 
 
 CARD = EngineCard(

@@ -25,6 +25,8 @@ from helpers_family import (
 from helpers_lowering import graph_of, random, run
 from helpers_tensorrt import OracleGraph, run_unfused, types_of
 
+from calibration.input_scales import LayerInput
+from engines.qdq import EightBits, Qdq, QdqLinearPass
 from engines.tensorrt.attention import SoftCapPass
 from engines.tensorrt.lowering import exact_passes, lower
 from engines.tensorrt.strong_types import NARROW, StrongTypesPass, meant_casts, widening_casts
@@ -181,6 +183,41 @@ def test_rows_that_are_no_whole_blocks_stay() -> None:
         {"w": random(8, 24)},
     )
     assert not WeightOnlyPass(INT4)(model).modified
+
+
+@pytest.mark.parametrize("kind", list(EightBits), ids=lambda kind: kind.value)
+def test_inputs_and_weights_of_8_bits_in_the_graphs_own_type(
+    kind: EightBits, tmp_path: Path
+) -> None:
+    """The typed graph is the exact one but for fp16's rounding; no float but fp16 meets a pair.
+
+    A value within fp16's noise of a tie falls to either side, which layers carry on.
+    """
+    config = FAMILIES[0].config()
+    model, found = random_model(config), []
+    one = LayerInput(scale=6 / kind.top, smoothing=None)
+    for dtype in (ir.DataType.FLOAT, F16):
+        graph = portable_graph(config, MAX_CONTEXT)
+        bind(graph, model)
+        qdq = Qdq(kind=kind, scale_of=_all_but_the_head(one), scales=np.dtype(np.float16))
+        head = WeightFormat(kind=kind.value, block=None, scales=np.dtype(np.float16))
+        for step in exact_passes(head, QdqLinearPass(qdq)):
+            step(graph)
+        if dtype == F16:
+            assert StrongTypesPass(F16)(graph).modified
+            assert types_of(graph, "MatMul", "DequantizeLinear") == {F16}
+            assert types_of(graph, "QuantizeLinear") == {kind.onnx_type}
+            assert not widening_casts(graph)
+        path = written(graph, dtype.name, tmp_path)
+        found.append(OracleGraph(path, MAX_CONTEXT).in_chunks(TEXT))
+    plain = eager_logits(model, TEXT)
+    rounding = relative_error(found[0], plain)
+    assert 0.003 < rounding < 0.5, "inputs were rounded, by one coarse scale for all layers"
+    assert relative_error(found[1], found[0]) < max(ROUNDING, 0.5 * rounding)
+
+
+def _all_but_the_head(one: LayerInput):  # type: ignore[no-untyped-def]
+    return lambda name: None if "lm_head" in name else one
 
 
 @pytest.fixture(scope="module")

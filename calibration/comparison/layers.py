@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from runtime.bundle import Bundle
 from runtime.executor import EngineOptions
+from runtime.manifest import ModelDraft
 
 from .law import log_law
 from .open_graph import Model, OpenGraph, OpenSession
@@ -31,6 +32,7 @@ DRAFT_TOKENS = 16
 LEAST_Q = 1e-30  # a q of 0 in f32 has a logarithm all the same
 OUTLIER_KL = 20.0  # times the median layer's: a layer that rounding hurts more than others
 OUTLIER_ERROR = 5.0  # times the median layer's: no longer rounding as usual
+MOVED = ("int4-awq",)  # precisions in which a layer's weights are scaled for its neighbours'
 LEAST_KL = 0.01  # nats a token: below, a layer does nothing worth naming
 
 
@@ -82,6 +84,10 @@ def target_layers(
     reference: Bundle, bundle: Bundle, tokens: Sequence[int], options: EngineOptions
 ) -> Layers:
     """Each layer of the target on `tokens`; none are measured where `tokens` is empty."""
+    for side in (bundle, reference):
+        if side.manifest.target.precision in MOVED:
+            reason = f"{side.manifest.target.precision} moves factors from layer to layer"
+            return Layers(tokens=0, layers=(), skipped=f"{reason}: none can be exchanged alone")
     pair = Model.target(bundle), Model.target(reference)
     return _layers(*pair, tokens, _Runner(laws=_target_laws, options=options))
 
@@ -90,6 +96,10 @@ def draft_layers(
     reference: Bundle, bundle: Bundle, tokens: Sequence[int], options: EngineOptions
 ) -> Layers:
     """The same of the draft, which is read a token a step, so on the last DRAFT_TOKENS of them."""
+    if not all(isinstance(b.manifest.draft, ModelDraft) for b in (bundle, reference)):
+        return Layers(
+            tokens=0, layers=(), skipped="only a draft model's are measured, not a head's"
+        )
     pair = Model.draft(bundle), Model.draft(reference)
     if pair[0].vocab != pair[1].vocab:
         return Layers(tokens=0, layers=(), skipped="the drafts have other vocabularies")

@@ -16,6 +16,7 @@ from .full_precision import FoldTransposePass
 from .normalization import NormalizationPass
 from .projections import PackedProjectionsPass
 from .quantized import QuantizedLinearPass, Quantizer
+from .quantized_caches import CacheSteps, QuantizedCachesPass
 from .rows_alike import RowsAlikePass
 from .skip_layers import SkipAnyLayerPass, SkipLayersPass
 
@@ -41,6 +42,11 @@ def lower(model: ir.Model, quantizer: Quantizer | None, qdq: Qdq | None = None) 
     Raises BuildError naming the pass, whatever went wrong in it.
     """
     return apply_passes(model, passes(quantizer, qdq))
+
+
+def quantize_caches(model: ir.Model, steps: CacheSteps) -> ir.Model:
+    """Make the caches of a lowered target hold 8 bits; errors as in `lower`."""
+    return apply_passes(model, [QuantizedCachesPass(steps)])
 
 
 def make_rows_alike(model: ir.Model) -> ir.Model:

@@ -16,9 +16,15 @@ from .strong_types import StrongTypesPass
 from .weight_only import WeightFormat, WeightOnlyPass
 
 
-def exact_passes(weights: WeightFormat | None = None) -> list[ir.passes.PassBase]:
-    """All but the types: what they make can be held against the model in f32."""
-    quantized = [] if weights is None else [WeightOnlyPass(weights)]
+def exact_passes(
+    weights: WeightFormat | None = None, recipe: ir.passes.PassBase | None = None
+) -> list[ir.passes.PassBase]:
+    """All but the types: what they make can be held against the model in f32.
+
+    recipe quantizes some layers; weights is of those that it leaves.
+    """
+    quantized = [] if recipe is None else [recipe]
+    quantized += [] if weights is None else [WeightOnlyPass(weights)]
     return [
         FoldWeightExpressionsPass(),
         GemmToLinearPass(),
@@ -32,11 +38,20 @@ def exact_passes(weights: WeightFormat | None = None) -> list[ir.passes.PassBase
     ]
 
 
-def lower_exactly(model: ir.Model, weights: WeightFormat | None = None) -> ir.Model:
+def lower_exactly(
+    model: ir.Model,
+    weights: WeightFormat | None = None,
+    recipe: ir.passes.PassBase | None = None,
+) -> ir.Model:
     """Lower the portable graph in place, all in f32. Raises BuildError naming the pass."""
-    return apply_passes(model, exact_passes(weights))
+    return apply_passes(model, exact_passes(weights, recipe))
 
 
-def lower(model: ir.Model, dtype: ir.DataType, weights: WeightFormat | None = None) -> ir.Model:
+def lower(
+    model: ir.Model,
+    dtype: ir.DataType,
+    weights: WeightFormat | None = None,
+    recipe: ir.passes.PassBase | None = None,
+) -> ir.Model:
     """The same, strongly typed; `weights` None keeps them in `dtype`. Errors as above."""
-    return apply_passes(model, [*exact_passes(weights), StrongTypesPass(dtype)])
+    return apply_passes(model, [*exact_passes(weights, recipe), StrongTypesPass(dtype)])

@@ -9,6 +9,7 @@ read row by row, and a quantized table would be unpacked whole.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import ml_dtypes
 import numpy as np
@@ -70,21 +71,43 @@ class WeightFormat:
         return codes.astype(np.float32) * np.repeat(scales.reshape(len(weight), -1), width, axis=1)
 
 
-class WeightOnlyPass(ir.passes.InPlacePass):
-    """Ensures that no product by a weight whose rows are whole blocks reads it unquantized."""
+class SolvedCodes(Protocol):
+    """Codes that calibration chose, by the name of a weight."""
 
-    def __init__(self, fmt: WeightFormat) -> None:
+    def joined(self, part: str) -> str | None: ...
+    def codes(self, name: str, sizes: tuple[int, ...]) -> tuple[Array, Array]:
+        """[out, in] whole numbers about 0, scales [out, in / block] f32, all above 0."""
+        ...
+
+
+class WeightOnlyPass(ir.passes.InPlacePass):
+    """Ensures that no product by a weight whose rows are whole blocks reads it unquantized.
+
+    solved: of these weights alone, with its codes; None rounds every one to nearest.
+    """
+
+    def __init__(self, fmt: WeightFormat, solved: SolvedCodes | None = None) -> None:
         super().__init__()
-        self.format = fmt
+        self.format, self.solved = fmt, solved
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         linears = [match_linear(node) for node in model.graph]
-        found = [one for one in linears if one and self.format.fits(shape(one.weight)[1])]
+        found = [one for one in linears if one and self._takes(one.weight)]
         for linear in found:
             self._rewrite(model.graph, linear)
         if found:
             drop_dead(model)
         return ir.passes.PassResult(model, modified=bool(found))
+
+    def _takes(self, weight: ir.Value) -> bool:
+        known = self.solved is None or self.solved.joined(str(weight.name)) is not None
+        return known and self.format.fits(shape(weight)[1])
+
+    def _quantize(self, weight: ir.Value) -> tuple[Array, Array]:
+        if self.solved is None:
+            return self.format.quantize(array(weight))
+        codes, scales = self.solved.codes(str(weight.name), shape(weight))
+        return codes.astype(self.format.dtype.numpy()), scales
 
     def _rewrite(self, graph: ir.Graph, linear: Linear) -> None:
         codes, scales = self._parts(graph, linear.weight)
@@ -110,14 +133,14 @@ class WeightOnlyPass(ir.passes.InPlacePass):
         codes = lazy(
             graph,
             f"{name}.codes",
-            lambda: fmt.quantize(array(weight))[0],
+            lambda: self._quantize(weight)[0],
             fmt.dtype,
             (rows, features),
         )
         scales = lazy(
             graph,
             f"{name}.scales",
-            lambda: fmt.quantize(array(weight))[1],
+            lambda: self._quantize(weight)[1],
             ir.DataType.FLOAT,
             scale_shape,
         )
