@@ -32,14 +32,16 @@ from runtime.manifest import EngineCard, Gate, Limits
 from .checkpoint import Checkpoint
 from .draft_plan import DraftPlan, WrittenDraft
 from .draft_vocabulary import DraftVocabulary, QOver
-from .engine_graphs import (
-    EngineGraph,
+from .engine_gates import (
     draft_gates,
     exact_logits,
     exact_probs,
     exact_states,
     states_gates,
     target_gates,
+)
+from .engine_graphs import (
+    EngineGraph,
     write_branch_graph,
     write_draft_graph,
     write_target_graph,

@@ -25,7 +25,8 @@ from .draft_plan import DraftPlan, WrittenDraft, no_states
 from .draft_tail import tail_model
 from .draft_vocabulary import DraftVocabulary, QOver
 from .engine_bundle import engine_card
-from .engine_graphs import EngineGraph, exact_logits, target_gates
+from .engine_gates import exact_logits, target_gates
+from .engine_graphs import EngineGraph
 from .model_draft import ModelDraftPlan
 from .ngram_draft import NgramDraftPlan
 from .oracle import record

@@ -27,7 +27,8 @@ from runtime.provider_contract import provider_spec
 from . import gates
 from .checkpoint import Checkpoint
 from .draft import Draft
-from .engine_graphs import EngineGateGraph, EngineGraph, exact_logits, skipped
+from .engine_gates import EngineGateGraph, exact_logits, skipped
+from .engine_graphs import EngineGraph
 from .graphs import _bound, rounded_weights
 from .provider_precision import ProviderPrecision
 from .trace import cache_spec

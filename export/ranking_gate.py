@@ -15,7 +15,8 @@ from runtime.manifest import Gate
 from runtime.tree_buffers import chain_inputs
 
 from .draft_vocabulary import DraftVocabulary
-from .engine_graphs import AS_WRITTEN, EngineGraph
+from .engine_gates import AS_WRITTEN
+from .engine_graphs import EngineGraph
 from .gates import relative_error
 from .tolerances import ROWS
 

@@ -17,7 +17,8 @@ from export.build import BuildRequest, build
 from export.calibrated import CalibrationRequest
 from export.checkpoint import open_checkpoint
 from export.cli import app
-from export.engine_graphs import exact_states, write_target_graph
+from export.engine_gates import exact_states
+from export.engine_graphs import write_target_graph
 from export.engine_precision import engine_precision
 from export.ranking_gate import ranking
 from runtime import Decoder
