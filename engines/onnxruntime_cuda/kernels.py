@@ -21,7 +21,7 @@ Types are those of a node's data inputs, at opset 18. What was established of th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import onnx_ir as ir
 
@@ -98,9 +98,3 @@ def _dtype(node: ir.Node, place: int) -> ir.DataType | None:
     """None where the graph doesn't say."""
     value = node.inputs[place] if place < len(node.inputs) else None
     return value.dtype if value is not None else None
-
-
-def operators(models: Iterable[ir.Model]) -> set[str]:
-    """What graphs are made of, as the table names it."""
-    nodes = (node for model in models for node in model.graph.all_nodes())
-    return {f"{n.domain}::{n.op_type}" if n.domain else n.op_type for n in nodes}
