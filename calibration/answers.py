@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from runtime.contract import CacheSpec, target_graph
-from runtime.executor import EngineOptions
+from runtime.executor import EngineOptions, Executor
 from runtime.reference import draw
 from runtime.uniforms import DRAW, uniform_table
 
@@ -57,7 +57,8 @@ class Writer:
 
     def _open(self) -> CachedGraph:
         spec, sizes = target_graph(self.cache), {"vocab": self.vocab}
-        return CachedGraph(self.path, spec, self.cache, sizes, self.options)
+        executor = Executor.load(self.path, spec, self.options)
+        return CachedGraph(executor, spec, self.cache, sizes)
 
     def _answer(self, graph: CachedGraph, prompt: Tokens, seed: int) -> Tokens:
         uniforms = uniform_table(seed, ANSWER_TOKENS)[DRAW]

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from runtime.contract import target_graph
 from runtime.errors import EngineError
+from runtime.executor import Executor
 
 from .arrays import write_arrays
 from .collect import Calibration
@@ -63,7 +64,8 @@ def cache_reach(graph: ReferenceGraph, run: Calibration) -> dict[str, Array]:
     if done == len(run.texts):
         return most
     spec, sizes = target_graph(run.cache), {"vocab": run.vocab}
-    reader = CachedGraph(graph.path, spec, run.cache, sizes, run.options)
+    executor = Executor.load(graph.path, spec, run.options)
+    reader = CachedGraph(executor, spec, run.cache, sizes)
     for i, text in enumerate(run.texts[done:], start=done + 1):
         _read(reader, text, run.vocab)
         for name, cache in reader.caches().items():

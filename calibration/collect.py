@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from runtime.contract import CacheSpec, target_graph
 from runtime.errors import EngineError
-from runtime.executor import EngineOptions
+from runtime.executor import EngineOptions, Executor
 
 from .arrays import write_arrays
 from .comparison.graphs import CHUNK, CachedGraph
@@ -134,7 +134,8 @@ class _Reader:
         path = graph.watching(sites)
         try:
             sizes = {"vocab": run.vocab}
-            self._graph = CachedGraph(path, spec, run.cache, sizes, run.options)
+            executor = Executor.load(path, spec, run.options)
+            self._graph = CachedGraph(executor, spec, run.cache, sizes)
         finally:
             path.unlink()
 

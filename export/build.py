@@ -66,7 +66,6 @@ def _gated(
 ) -> Manifest:
     """The manifest with the comparison's gate. Raises GateFailed."""
     assert request.gate is not None
-    assert request.draft is not None  # or it is refused before
     progress("comparing with the reference")
     bundle = Bundle.described(directory, _with_files(manifest, record_files(directory)))
     gate = request.gate.check(bundle, request.target, request.draft, progress)

@@ -20,6 +20,7 @@ from .calibrated import (
 from .checkpoint import Checkpoint, open_checkpoint
 from .draft_plan import DraftPlan
 from .drafters import LAYER_SKIP, DraftRequest, open_drafter
+from .eagle_draft import EagleDraftPlan
 from .engine_bundle import EngineBuild, refuse_draft
 from .engine_precision import (
     engine_draft_precision,
@@ -29,6 +30,7 @@ from .engine_precision import (
 from .features import refuse_unproven, refuse_unsupported
 from .fidelity_gate import FidelityGate
 from .limits import check_batch, check_draft_tokens, check_tree_nodes, target_context
+from .medusa_draft import MedusaDraftPlan
 from .model_draft import ModelDraftPlan
 from .precision import Precision, precision
 
@@ -108,11 +110,8 @@ def plan_build(request: BuildRequest) -> BuildPlan:
     if chosen.int8_caches:
         _refuse_f32_caches(request, chosen)
     refuse_unproven(target.config, target.eager_bytes(), gates.available_bytes())
-    if request.gate is not None and not isinstance(draft, ModelDraftPlan):
-        raise BuildError(
-            f"--gate: received --draft {request.draft or 'none'}. Expected a draft model, whose "
-            "acceptance can be compared with the reference's; build without --gate."
-        )
+    if request.gate is not None and request.gate.drop_asked:
+        _refuse_drop(request, draft)
     k = check_draft_tokens(request.max_draft_tokens, draft.context) if draft else 0
     if draft and draft.most_drafts is not None:
         k = min(k, draft.most_drafts)
@@ -204,3 +203,13 @@ def _draft_request(request: BuildRequest) -> DraftRequest:
         max_draft_tokens=request.max_draft_tokens,
         retokenize=request.retokenize,
     )
+
+
+def _refuse_drop(request: BuildRequest, draft: DraftPlan | None) -> None:
+    """Raises BuildError where there is no acceptance to compare, before anything slow."""
+    if not isinstance(draft, ModelDraftPlan | EagleDraftPlan | MedusaDraftPlan):
+        raise BuildError(
+            f"--max-acceptance-drop: received it with --draft {request.draft or 'none'}. Expected "
+            "a draft model or a head, whose acceptance can be compared; leave the limit out, and "
+            "--gate judges the target alone."
+        )

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from calibration.comparison.cells import ALL
+from calibration.comparison.drafting import ComparedDraft
 from calibration.comparison.limits import Limits
 from calibration.comparison.page import write_page
 from calibration.comparison.reference import Checkpoints, load_reference
@@ -32,22 +33,34 @@ WORK = "work.jsonl"
 
 @dataclass(frozen=True, kw_only=True)
 class FidelityGate:
-    """reference: a bundle; None builds the same checkpoints to fp32, once, and keeps that."""
+    """reference: a bundle; None builds the same checkpoints to fp32, once, and keeps that.
+
+    Drafts without an acceptance that could be compared, as lookups, leave the target's drift to
+    judge; drop_asked: then a limit of acceptance is a mistake.
+    """
 
     reference: str | None = None
     limits: Limits = field(
         default_factory=lambda: Limits(max_acceptance_drop=MAX_ACCEPTANCE_DROP, max_kl=MAX_KL)
     )
     prompt_files: tuple[Path, ...] = ()  # none: the set that comes with the package
+    drop_asked: bool = False
     prompts_a_category: int = 2
     tokens: int = 96  # of text for each prompt
 
-    def check(self, bundle: Bundle, target: str, draft: str, tell: Callable[[str], None]) -> Gate:
+    def check(
+        self, bundle: Bundle, target: str, draft: str | None, tell: Callable[[str], None]
+    ) -> Gate:
         """Compare, and leave the report in the bundle. Raises GateFailed naming the cells."""
+        if not isinstance(bundle.manifest.draft, ComparedDraft):
+            draft = None
         source = Checkpoints(target=self.reference or target, draft=draft, cache=CACHE.expanduser())
         reference = load_reference(bundle, source, tell)
         folder = bundle.path / "reports" / "fidelity"
-        result = compare(self._request(bundle, reference, folder), _ignore, _ignore, tell)
+        request = self._request(bundle, reference, folder)
+        if request.no_acceptance and not self.drop_asked:
+            request = replace(request, limits=replace(self.limits, max_acceptance_drop=None))
+        result = compare(request, _ignore, _ignore, tell)
         self._write(result, folder)
         return _judged(result)
 
@@ -89,7 +102,7 @@ def fidelity_gate(
         max_acceptance_drop=MAX_ACCEPTANCE_DROP if drop is None else drop,
         max_kl=MAX_KL if kl is None else kl,
     )
-    return FidelityGate(reference=reference, limits=limits)
+    return FidelityGate(reference=reference, limits=limits, drop_asked=drop is not None)
 
 
 def _judged(result: Result) -> Gate:

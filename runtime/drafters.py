@@ -74,13 +74,10 @@ def load_drafter(
             return DraftModel(open_graph("draft", draft_graph(cache)), cache, buffers)
         case NgramDraft():
             return NgramDrafter(NgramIndex(card.min_ngram, card.max_ngram), buffers)
-        case EagleDraft():
-            return _load_eagle(card, open_graph, buffers, target)
+        case EagleDraft() | MedusaDraft():
+            return load_head(card, open_graph, buffers, target.features)
         case LayerSkipDraft():
             return LayerSkip(target, open_graph("tail", tail_graph()), buffers)
-        case MedusaDraft():
-            heads, tail = open_graph("heads", heads_graph()), open_graph("tail", tail_graph())
-            return MedusaDrafter(heads, tail, _features(target), buffers, card.num_heads)
         case NgramPlusDraft():
             lookup = load_drafter(card.ngram, open_graph, buffers, target, path)
             other = load_drafter(card.other, open_graph, buffers, target, path)
@@ -91,19 +88,22 @@ def load_drafter(
             assert_never(card)
 
 
-def _load_eagle(
-    card: EagleDraft, open_graph: OpenGraph, buffers: RoundBuffers, target: TargetStep
+def load_head(
+    card: EagleDraft | MedusaDraft,
+    open_graph: OpenGraph,
+    buffers: RoundBuffers,
+    features: FeatureStore | None,
 ) -> Drafter:
-    fuse = open_graph("fuse", fuse_graph()) if "fuse" in card.graphs else None
-    head = open_graph("draft", eagle_graph(card.card.cache))
-    features = _features(target)
-    return EagleDrafter(head, fuse, card.card.cache, features, buffers, card.state_width)
-
-
-def _features(target: TargetStep) -> FeatureStore:
-    if target.features is None:
+    """A drafter that reads the target's hidden states. Raises EngineError."""
+    if features is None:
         raise EngineError("draft: received no features. Expected the target's; rebuild the bundle.")
-    return target.features
+    if isinstance(card, MedusaDraft):
+        heads, tail = open_graph("heads", heads_graph()), open_graph("tail", tail_graph())
+        return MedusaDrafter(heads, tail, features, buffers, card.num_heads)
+    fuse = open_graph("fuse", fuse_graph()) if "fuse" in card.graphs else None
+    cache = card.card.cache
+    head = open_graph("draft", eagle_graph(cache))
+    return EagleDrafter(head, fuse, cache, features, buffers, card.state_width)
 
 
 def target_switches(card: DraftCard | None) -> tuple[TensorSpec, ...]:

@@ -55,6 +55,21 @@ def test_within_the_limits_the_report_is_in_the_bundle(request_with_gate: BuildR
     assert gate.figures["acceptance_change_at_1.0"] == change
 
 
+def test_where_drafts_have_no_acceptance_to_compare_the_target_is_judged(
+    request_with_gate: BuildRequest,
+) -> None:
+    bundle = Bundle.load(build(replace(request_with_gate, draft="ngram", draft_precision=None)))
+    (gate,) = [g for g in bundle.manifest.gates if g.name == "fidelity"]
+    assert gate.status == "passed"
+    assert {"kl_at_0.0", "kl_at_1.0"} <= gate.figures.keys()
+    assert not any("acceptance" in name for name in gate.figures)
+    assert request_with_gate.gate is not None
+    strict = replace(request_with_gate.gate, limits=Limits(max_kl=0.0))
+    with pytest.raises(GateFailed, match="KL at temperature"):
+        other = replace(request_with_gate, out=bundle.path.parent / "strict")
+        build(replace(other, draft="ngram", draft_precision=None, gate=strict))
+
+
 def test_beyond_a_limit_nothing_is_left(request_with_gate: BuildRequest) -> None:
     assert request_with_gate.gate is not None
     strict = replace(request_with_gate.gate, limits=Limits(max_kl=0.0))
@@ -68,8 +83,11 @@ def test_beyond_a_limit_nothing_is_left(request_with_gate: BuildRequest) -> None
     [
         (["--max-kl", "0.1"], "--max-kl: received it without --gate"),
         (["--gate-reference", "x"], "--gate-reference: received it without --gate"),
-        (["--gate"], "--gate: received --draft none"),
-        (["--gate", "--draft", "ngram"], "--gate: received --draft ngram"),
+        (["--gate", "--max-acceptance-drop", "0.1"], "received it with --draft none"),
+        (
+            ["--gate", "--max-acceptance-drop", "0.1", "--draft", "ngram"],
+            "received it with --draft ngram",
+        ),
         (["--gate", "--max-kl", "-1"], "--max-kl: received -1"),
     ],
 )

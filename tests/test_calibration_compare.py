@@ -253,8 +253,8 @@ def test_an_interrupted_comparison_goes_on_where_it_stopped(
     )  # fmt: skip
     assert {c["category"] for c in resumed["cells"]} == {"all", "a", "b", "marked"}
     finished = (out / "work.jsonl").read_text().splitlines(keepends=True)
-    assert len(finished) == len(lines)
-    assert finished[1:2] + finished[3:] == lines[1:2] + lines[3:]
+    assert finished[0] == lines[0]  # the rest comes in any order
+    assert sorted(finished) == sorted([*lines[:2], kept[2], *lines[3:]])
 
 
 def test_other_settings_do_not_take_the_records_of_these(
@@ -299,11 +299,6 @@ def test_another_vocabulary_is_refused(folder: Path, bundles: dict[str, Path]) -
     longer = altered(longer, folder / "vocabulary", change)
     error = failed_compare(longer, "--reference", bundles["reference"])
     assert f"received {VOCAB + 4} tokens" in error
-
-
-def test_a_bundle_without_a_draft_is_refused(folder: Path, bundles: dict[str, Path]) -> None:
-    plain = write_bundle(folder / "plain", TARGET, None)
-    assert "rebuild it with --draft" in failed_compare(plain, "--reference", bundles["reference"])
 
 
 def test_too_little_text_is_refused(folder: Path, bundles: dict[str, Path]) -> None:

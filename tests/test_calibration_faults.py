@@ -18,8 +18,8 @@ from helpers_calibration import (
 )
 from helpers_runtime import VOCAB, write_bundle
 
-from calibration.comparison.graphs import TargetGraph
 from calibration.comparison.open_graph import Model, OpenGraph
+from calibration.comparison.opened import OpenBundle
 from runtime.bundle import Bundle
 from runtime.executor import EngineOptions
 
@@ -157,7 +157,7 @@ def test_the_opened_graph_computes_what_the_bundle_s_does(
         "num_logits": np.array(len(tokens), np.int64),
     }
     opened.opened(EngineOptions(threads=1)).run(weights, values, {"logits": found})
-    expected = TargetGraph(bundle, EngineOptions(threads=1)).rows(tokens)
+    expected = OpenBundle(bundle, EngineOptions(threads=1)).target().rows(tokens)
     error = np.linalg.norm(found[0] - expected) / np.linalg.norm(expected - expected.mean())
     assert error < {"fp32": 1e-5, "int4": 0.1}[precision]
 

@@ -10,9 +10,9 @@ from helpers_calibration import run_compare, write_prompts
 from helpers_runtime import VOCAB, latency_report, near_table, target_table, write_bundle
 
 from calibration.comparison import graphs
-from calibration.comparison.graphs import TargetGraph
 from calibration.comparison.law import law, log_law, overlap
 from calibration.comparison.neutral import neutral_inputs
+from calibration.comparison.opened import OpenBundle
 from calibration.comparison.resamples import Resamples, interval
 from calibration.comparison.rounds import Drafted, judge
 from calibration.comparison.speed import _best
@@ -140,7 +140,7 @@ def test_calls_that_are_bound_once_give_what_new_ones_give(
 
     def rows(most: int) -> list[np.ndarray]:
         monkeypatch.setattr(graphs, "MOST_CALLS", most)
-        target = TargetGraph(bundle, options)
+        target = OpenBundle(bundle, options).target()
         return [target.rows([5 * j + i for i in range(n)]) for j, n in enumerate(lengths)]
 
     for kept, new in zip(rows(16), rows(1), strict=True):

@@ -93,12 +93,17 @@ def num_tokens(record: Record) -> float:
     return len(record.path)
 
 
+def num_judged(record: Record) -> float:
+    """Tokens at which drafts were tried."""
+    return len(record.path) if record.overlap else 0
+
+
 def overlap_of(key: str) -> Callable[[Record], float]:
-    return lambda record: record.overlap[key]
+    return lambda record: record.overlap.get(key, 0.0)
 
 
 def _cell(temperature: float | str, category: str, prompts: Prompts) -> Cell:
-    shares = {pair.key: prompts.ratio(overlap_of(pair.key), num_tokens) for pair in PAIRS}
+    shares = {pair.key: prompts.ratio(overlap_of(pair.key), num_judged) for pair in PAIRS}
     return Cell(
         temperature=temperature,
         category=category,

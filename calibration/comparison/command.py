@@ -54,7 +54,7 @@ def compare_command(
     rounds: Annotated[int, typer.Option(help="For each prompt and temperature.")] = 2,
     free_prompts: Annotated[
         int, typer.Option(help="Answered by each of the four pairs itself, too.")
-    ] = 4,
+    ] = 2,
     layer_tokens: Annotated[
         int, typer.Option(help="To measure each layer on; 0 leaves layers out.")
     ] = 32,

@@ -1,4 +1,4 @@
-"""A bundle's target and draft, run by hand: caches in the open, lengths set by the caller.
+"""A bundle's target, run by hand: caches in the open, lengths set by the caller.
 
 Invariant: the first `length` rows of a cache are valid; a smaller length is a rollback. Equal calls
 on equal bundles give equal bits, which is why a bundle compared with itself differs by nothing.
@@ -9,26 +9,24 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from runtime.bundle import Bundle
-from runtime.contract import CacheSpec, GraphSpec, draft_graph, target_graph
+from runtime.contract import CacheSpec, GraphSpec, target_graph
 from runtime.errors import EngineError
-from runtime.executor import Call, EngineOptions, Executor, cache_buffers
-from runtime.reference import draw
+from runtime.executor import Call, Executor, cache_buffers
+from runtime.features import FeatureStore
 from runtime.tree_buffers import chain_inputs
 
-from .law import law
 from .neutral import neutral_inputs
 
 Array = NDArray[Any]
 
 CHUNK = 64  # rows a call: bounds the memory that logits take
 MOST_CALLS = 16  # bound and kept
-SUM_SLACK = 0.01  # q further from a sum of 1 is no distribution
 
 
 class NonFinite(EngineError):
@@ -46,14 +44,9 @@ class CachedGraph:
     """One graph over caches of its own."""
 
     def __init__(
-        self,
-        path: Path,
-        spec: GraphSpec,
-        cache: CacheSpec,
-        sizes: Mapping[str, int],
-        options: EngineOptions,
+        self, executor: Executor, spec: GraphSpec, cache: CacheSpec, sizes: Mapping[str, int]
     ) -> None:
-        self._executor = Executor.load(path, spec, options)
+        self._executor = executor
         self._past = cache_buffers(cache.past(), cache.shape(1))
         pairs = zip(cache.past(), cache.present(), strict=True)
         self._present = {present.name: self._past[past.name] for past, present in pairs}
@@ -112,14 +105,16 @@ class _Bound:
 
 
 class TargetGraph:
-    """Logits of a bundle's target."""
+    """Logits of a bundle's target; features: its states, where the bundle's drafter reads them."""
 
-    def __init__(self, bundle: Bundle, options: EngineOptions) -> None:
+    def __init__(self, bundle: Bundle, executor: Executor) -> None:
         card = bundle.manifest.target
         self.vocab = card.vocab_size
         self._path = bundle.path
-        path, spec = bundle.model_path("target"), target_graph(card.cache)
-        self.graph = CachedGraph(path, spec, card.cache, {"vocab": self.vocab}, options)
+        spec = target_graph(card.cache)
+        self.graph = CachedGraph(executor, spec, card.cache, {"vocab": self.vocab})
+        width = bundle.manifest.feature_width
+        self.features = FeatureStore(width, self.graph.max_context, CHUNK) if width else None
 
     def read(self, tokens: Sequence[int]) -> None:
         """Append `tokens` to the cache."""
@@ -134,84 +129,13 @@ class TargetGraph:
 
     def _run(self, tokens: Sequence[int], num_logits: int) -> Array:
         logits = np.zeros((1, num_logits, self.vocab), np.float32)
-        start = self.graph.length
-        self.graph.run(tokens, {"num_logits": np.array(num_logits, np.int64)}, {"logits": logits})
+        start, outputs = self.graph.length, {"logits": logits}
+        if self.features is not None:
+            outputs["features"] = self.features.output(len(tokens))
+        self.graph.run(tokens, {"num_logits": np.array(num_logits, np.int64)}, outputs)
+        if self.features is not None:
+            self.features.keep(start, len(tokens))
         if not np.isfinite(logits).all():
             rows = f"logits that are not finite, in rows {start} to {self.graph.length - 1}"
             raise NonFinite(self._path, "target", rows, "--precision")
         return logits[0]
-
-
-@dataclass(frozen=True, kw_only=True)
-class DraftStep:
-    """What one step drew, and what it drew it from."""
-
-    token: int  # target id
-    q: Array  # [len(DraftGraph.ids)] f64
-
-
-class Drafter(Protocol):
-    """What drafts a round's tokens, over a cache of its own. ids: [D], ascending."""
-
-    @property
-    def ids(self) -> Array: ...
-
-    def read(self, tokens: Sequence[int]) -> None: ...
-
-    def step(self, tokens: Sequence[int], temperature: float, uniform: float) -> DraftStep: ...
-
-
-class TargetAsDraft:
-    """A target that drafts for another one: the quantized one is nearly always accepted."""
-
-    def __init__(self, target: TargetGraph) -> None:
-        self._target = target
-        self.ids: Array = np.arange(target.vocab)
-
-    def read(self, tokens: Sequence[int]) -> None:
-        self._target.read(tokens)
-
-    def step(self, tokens: Sequence[int], temperature: float, uniform: float) -> DraftStep:
-        q = law(self._target.rows(tokens)[-1], temperature)
-        return DraftStep(token=draw(q, uniform), q=q)
-
-
-class DraftGraph:
-    """Tokens and q of a bundle's draft.
-
-    ids: [D] the target id of each entry of q, ascending; entries that the target doesn't know (a
-    padded draft) are left out.
-    """
-
-    def __init__(self, bundle: Bundle, options: EngineOptions) -> None:
-        card, vocab = bundle.manifest.draft_model, bundle.manifest.target.vocab_size
-        assert card is not None  # sides without a draft are refused before
-        self._size = bundle.manifest.draft_vocab_size
-        self._path = bundle.path
-        ids = np.arange(self._size) if bundle.d2t is None else np.arange(self._size) + bundle.d2t
-        self.ids: Array = ids[ids < vocab]
-        path, spec = bundle.model_path("draft"), draft_graph(card.cache)
-        self.graph = CachedGraph(path, spec, card.cache, {"vocab": vocab}, options)
-
-    def read(self, tokens: Sequence[int]) -> None:
-        """Append `tokens` to the cache."""
-        for start in range(0, len(tokens), CHUNK):
-            self._run(tokens[start : start + CHUNK], 0.0, 0.0)
-
-    def step(self, tokens: Sequence[int], temperature: float, uniform: float = 0.0) -> DraftStep:
-        """Append `tokens`, few of them; one token drawn behind the last by `uniform`, and q."""
-        token, q = self._run(tokens, temperature, uniform)
-        if not abs(q.sum() - 1) < SUM_SLACK:  # false for NaN, too
-            received = f"a q that sums to {q.sum()}, not 1, in row {self.graph.length - 1}"
-            raise NonFinite(self._path, "draft", received, "--draft-precision")
-        return DraftStep(token=token, q=q[: len(self.ids)])
-
-    def _run(self, tokens: Sequence[int], temperature: float, uniform: float) -> tuple[int, Array]:
-        token = np.zeros((1, 1), np.int64)
-        q = np.zeros((1, 1, self._size), np.float32)
-        values = {
-            "temperature": np.array([temperature], np.float32),
-            "draft_uniforms": np.array([uniform], np.float32),
-        }
-        self.graph.run(tokens, values, {"draft_token": token, "draft_step_probs": q})
-        return int(token[0, 0]), q[0, 0].astype(np.float64)

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from runtime.bundle import Bundle
 from runtime.executor import EngineOptions
+from runtime.manifest import ModelDraft
 
 from .law import log_law
 from .open_graph import Model, OpenGraph, OpenSession
@@ -95,6 +96,10 @@ def draft_layers(
     reference: Bundle, bundle: Bundle, tokens: Sequence[int], options: EngineOptions
 ) -> Layers:
     """The same of the draft, which is read a token a step, so on the last DRAFT_TOKENS of them."""
+    if not all(isinstance(b.manifest.draft, ModelDraft) for b in (bundle, reference)):
+        return Layers(
+            tokens=0, layers=(), skipped="only a draft model's are measured, not a head's"
+        )
     pair = Model.draft(bundle), Model.draft(reference)
     if pair[0].vocab != pair[1].vocab:
         return Layers(tokens=0, layers=(), skipped="the drafts have other vocabularies")

@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 from runtime.uniforms import DRAFT
 
 from ..prompts import TokenizedPrompt
-from .graphs import TargetAsDraft
+from .drafting import Drafted, TargetAsDraft
 from .law import Apart, law, overlap, top_margin
 from .records import Drift, Flip, FreeText, Record, Rounds
-from .rounds import Drafted, Judged, judge, propose, verify
+from .rounds import Judged, judge, verify
 from .settings import Settings
-from .sides import BUNDLE, NAMES, PAIRS, REFERENCE, Pair, Side
-from .writing import WRITING_K, Place, Writing, deciding, write
+from .sides import BUNDLE, NAMES, REFERENCE, Drafts, Pair, Side
+from .writing import WRITING_K, Place, deciding, write
 
 Array = NDArray[Any]
 Tokens = tuple[int, ...]
@@ -32,9 +32,14 @@ class Measurement:
     """Both sides, loaded, and what to ask them."""
 
     def __init__(
-        self, sides: Mapping[str, Side], settings: Settings, eos_token_ids: Sequence[int]
+        self,
+        sides: Mapping[str, Side],
+        drafts: Drafts,
+        settings: Settings,
+        eos_token_ids: Sequence[int],
     ) -> None:
         self._sides = sides
+        self._drafts = drafts
         self._settings = settings
         self._eos = frozenset(eos_token_ids)
 
@@ -50,7 +55,7 @@ class Measurement:
         if path is None:
             path = self._reference_text(place)
         overlaps, drift, flip = self._forced(place, path)
-        pairs = PAIRS if writes_freely(prompt) else ()
+        pairs = self._drafts.pairs if writes_freely(prompt) else ()
         return Record(
             prompt=prompt.id,
             category=prompt.category,
@@ -64,25 +69,22 @@ class Measurement:
         )
 
     def _reference_text(self, place: Place) -> Tokens:
-        reference, bundle = self._sides[REFERENCE], self._sides[BUNDLE]
-        writing = Writing(
-            verifier=reference,
-            drafting=bundle,
-            drafter=TargetAsDraft(bundle.target),
-            k=lambda missing: min(WRITING_K, missing),
+        bundle = self._sides[BUNDLE]
+        bundle.begin(place.prompt.tokens)
+        drafter = TargetAsDraft(bundle.target, place.prompt.tokens[:-1])
+        text, _ = write(
+            place,
+            self._sides[REFERENCE],
+            drafter,
+            lambda missing: min(WRITING_K, missing),
+            self._eos,
         )
-        return self._cut(write(place, writing, self._eos)[0])
+        return self._cut(text)
 
     def _free_text(self, place: Place, pair: Pair) -> FreeText:
         """The round that ends the text counts whole."""
-        drafting = self._sides[pair.draft]
-        writing = Writing(
-            verifier=self._sides[pair.target],
-            drafting=drafting,
-            drafter=drafting.draft,
-            k=lambda _missing: self._settings.k,
-        )
-        text, rounds = write(place, writing, self._eos)
+        verifier, drafter, k = self._sides[pair.target], self._drafts.of(pair), self._settings.k
+        text, rounds = write(place, verifier, drafter, lambda _missing: k, self._eos)
         return FreeText(rounds=rounds, accepted=len(text) - rounds, tokens=len(text))
 
     def _cut(self, text: Sequence[int]) -> Tokens:
@@ -98,18 +100,20 @@ class Measurement:
         for name, side in self._sides.items():
             side.begin(place.prompt.tokens)
             logits[name] = side.target.rows(queries)
-        overlaps = dict.fromkeys((pair.key for pair in PAIRS), 0.0)
-        for i, query in enumerate(queries):
+        self._drafts.begin()
+        overlaps = dict.fromkeys((pair.key for pair in self._drafts.pairs), 0.0)
+        for i in range(len(queries)):
             p = {name: law(logits[name][i], place.temperature) for name in NAMES}
-            q = {n: self._sides[n].draft.step([query], place.temperature).q for n in NAMES}
-            for pair in PAIRS:
-                ids = self._sides[pair.draft].draft.ids
-                overlaps[pair.key] += overlap(p[pair.target], q[pair.draft], ids)
+            known = [*place.prompt.tokens, *path[:i]]
+            drafted = self._drafts.propose(known, 1, place.temperature, np.zeros(1))
+            for pair, drafts in drafted.items():
+                for q in drafts.q:
+                    overlaps[pair.key] += overlap(p[pair.target], q, drafts.ids)
         return overlaps, *_drift(logits[REFERENCE], logits[BUNDLE], path)
 
     def _rounds(self, place: Place, path: Tokens) -> dict[str, Rounds]:
         """From the last place to the first: what a round writes lies behind the places to come."""
-        tallies = {pair.key: _Tally(self._settings.k) for pair in PAIRS}
+        tallies = {pair.key: _Tally(self._settings.k) for pair in self._drafts.pairs}
         uniforms = place.uniforms("rounds")
         for start in sorted(_starts(len(path), self._settings.rounds), reverse=True):
             for pair, judged, drafted in self._round(place, path, start, uniforms):
@@ -119,28 +123,20 @@ class Measurement:
     def _round(
         self, place: Place, path: Tokens, start: int, uniforms: Array
     ) -> list[tuple[Pair, Judged, Drafted]]:
-        """The two drafts' proposals before either target, each judged by both."""
-        last = [place.prompt.tokens[-1], *path][start]
-        drafted = {
-            n: self._propose(side, place, last, start, uniforms) for n, side in self._sides.items()
-        }
-        decided_by = deciding(uniforms, start, self._settings.k)
+        """All proposals before either target verifies, each judged by the pair's own."""
+        known, k = [*place.prompt.tokens, *path[:start]], self._settings.k
+        drafted = self._drafts.propose(known, k, place.temperature, uniforms[DRAFT, start:])
+        decided_by = deciding(uniforms, start, k)
         laws: dict[tuple[str, Tokens], Array] = {}  # both drafts often propose the same tokens
         result = []
-        for pair in PAIRS:
-            drafts = drafted[pair.draft]
+        for pair, drafts in drafted.items():
             key = pair.target, drafts.tokens
             if key not in laws:
                 side = self._sides[pair.target]
                 side.rewind(start)
-                laws[key] = verify(side.target, last, drafts.tokens, place.temperature)
+                laws[key] = verify(side.target, known[-1], drafts.tokens, place.temperature)
             result.append((pair, judge(laws[key], drafts, *decided_by), drafts))
         return result
-
-    def _propose(self, side: Side, place: Place, last: int, start: int, uniforms: Array) -> Drafted:
-        side.rewind(start)
-        drawing = uniforms[DRAFT, start:]
-        return propose(side.draft, [last], self._settings.k, place.temperature, drawing)
 
 
 class _Tally:
@@ -152,13 +148,13 @@ class _Tally:
         self._evaluated, self._accepted = np.zeros(k, np.int64), np.zeros(k, np.int64)
 
     def add(self, judged: Judged, drafted: Drafted) -> None:
-        reached = np.cumprod([1.0, *judged.chance[:-1]])
-        positions = np.arange(len(reached))
         self._count += 1
-        self._reached += reached
-        self._passed += reached * judged.overlap
-        self._evaluated += positions <= judged.num_accepted
-        self._accepted += positions < judged.num_accepted
+        drafts = len(drafted.tokens)  # heads have fewer than k, where there are fewer heads
+        reached, positions = np.cumprod([1.0, *judged.chance])[:drafts], np.arange(drafts)
+        self._reached[:drafts] += reached
+        self._passed[:drafts] += reached * judged.overlap
+        self._evaluated[:drafts] += positions <= judged.num_accepted
+        self._accepted[:drafts] += positions < judged.num_accepted
         self._unknown += drafted.q_of_token.count(0.0)
 
     def result(self) -> Rounds:

@@ -42,12 +42,10 @@ def write_page(path: Path, result: Json) -> None:
 
 
 def render(result: Json) -> str:
+    drafts = (_by_position, _by_category, _changes, _lengths) if result["lengths"] else ()
     sections = (
         _head,
-        _by_position,
-        _by_category,
-        _changes,
-        _lengths,
+        *drafts,
         _drift,
         _by_layer,
         _first_differences,

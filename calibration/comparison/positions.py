@@ -38,6 +38,7 @@ class Length:
 
 
 def positions(records: Sequence[Record], seed: int) -> list[Position]:
+    """None where nothing was drafted."""
     return [
         _position(temperature, j, Prompts(at, seed))
         for temperature, at in by_temperature(records)
@@ -46,6 +47,9 @@ def positions(records: Sequence[Record], seed: int) -> list[Position]:
 
 
 def lengths(records: Sequence[Record], seed: int) -> list[Length]:
+    """None where nothing was drafted."""
+    if not _draft_length(records):
+        return []
     return [_length(temperature, Prompts(at, seed)) for temperature, at in by_temperature(records)]
 
 
@@ -103,4 +107,6 @@ def _of(key: str, value: Callable[[Rounds], float]) -> Callable[[Record], float]
 
 
 def _draft_length(records: Sequence[Record]) -> int:
-    return len(records[0].rounds[KEYS[0]].reached)
+    """The comparison's k; 0 where nothing was drafted."""
+    rounds = records[0].rounds
+    return len(rounds[KEYS[0]].reached) if rounds else 0

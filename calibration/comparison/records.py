@@ -53,7 +53,7 @@ class FreeText:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """One prompt at one temperature; mappings are by the pair's key."""
+    """One prompt at one temperature; mappings are by the pair's key, empty without drafts."""
 
     prompt: str
     category: str

@@ -18,12 +18,15 @@ from pathlib import Path
 from runtime.bundle import Bundle
 from runtime.errors import BuildError, BundleError
 
+from .drafting import ComparedDraft
+
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoints:
-    """Where a reference is built from: target and draft as `python -m export build` takes them."""
+    """Where a reference is built from: target and draft as `python -m export build` takes them;
+    draft None: none, where the bundle's own couldn't be compared."""
 
     target: str
     draft: str | None
@@ -34,7 +37,7 @@ def load_reference(bundle: Bundle, reference: Checkpoints, tell: Callable[[str],
     """The bundle at `reference.target`, or one built from it. Raises BundleError or BuildError."""
     if (Path(reference.target) / "manifest.json").exists():
         return Bundle.load(reference.target)
-    if reference.draft is None:
+    if reference.draft is None and isinstance(bundle.manifest.draft, ComparedDraft):
         raise BundleError(
             f"--reference {reference.target}: received a checkpoint, or nothing. Expected a "
             "bundle, or a checkpoint together with --reference-draft, the draft to build it with."
@@ -62,7 +65,8 @@ def _build(bundle: Bundle, reference: Checkpoints, out: Path) -> None:
     limits = bundle.manifest.limits
     out.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "export", "build", "--precision", "fp32"]
-    command += ["--target", reference.target, "--draft", str(reference.draft), "--out", str(out)]
+    command += ["--target", reference.target, "--out", str(out)]
+    command += ["--draft", reference.draft or "none"]
     command += ["--max-context", str(limits.max_context), "-k", str(limits.max_draft_tokens)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:

@@ -12,6 +12,7 @@ from runtime.executor import EngineOptions
 from .limits import Limits
 from .paths import Paths
 from .settings import Settings
+from .sides import why_no_acceptance
 from .writing import WRITING_K
 
 
@@ -29,33 +30,37 @@ class Request:
     work: Path  # where records are kept while it runs
     options: EngineOptions = field(default_factory=EngineOptions)
 
+    @property
+    def no_acceptance(self) -> str:
+        """Why drafts are left out; empty where they are compared."""
+        return why_no_acceptance(self.reference, self.bundle)
+
+
+def check_limits(request: Request) -> None:
+    """Raises InvalidRequest for a limit of something that can't be measured."""
+    drop, reason = request.limits.max_acceptance_drop, request.no_acceptance
+    if drop is not None and reason:
+        raise InvalidRequest(
+            f"--max-acceptance-drop: received {drop:g} where {reason}. Expected drafts that can be "
+            "tried on both targets; compare such bundles, or leave the limit out."
+        )
+
 
 def room(request: Request) -> int:
     """The longest prompt: behind it come a text and one round."""
-    behind = _rows_behind(request.settings)
-    sides = (request.reference, request.bundle)
-    if window(request) < 1:
-        raise InvalidRequest(
-            f"--tokens: received {request.settings.tokens}. Expected texts that fit the drafts' "
-            f"caches with a round behind them; at most {window(request) + behind} rows are there."
-        )
-    for side in sides:
+    sides, settings = (request.reference, request.bundle), request.settings
+    for side in () if request.no_acceptance else sides:
         most = side.manifest.limits.max_draft_tokens
-        if request.settings.k > most:
+        if settings.k > most:
             raise InvalidRequest(
-                f"-k: received {request.settings.k}. Expected at most {most}, what {side.path} "
-                "was built for."
+                f"-k: received {settings.k}. Expected at most {most}, what {side.path} was built "
+                "for."
             )
-    return min(side.manifest.limits.max_context for side in sides) - behind
-
-
-def window(request: Request) -> int:
-    """Tokens of a prompt that both drafts have room for."""
-    cards = [side.manifest.draft_model for side in (request.reference, request.bundle)]
-    rows = min(card.cache.max_context for card in cards if card is not None)
-    return rows - _rows_behind(request.settings)
-
-
-def _rows_behind(settings: Settings) -> int:
-    """Rows of a cache behind a prompt: a text, and the longest round that begins at its end."""
-    return settings.path_tokens + max(settings.k, WRITING_K)
+    behind = settings.path_tokens + max(settings.k, WRITING_K)
+    most = min(side.manifest.limits.max_context for side in sides)
+    if most <= behind:
+        raise InvalidRequest(
+            f"--tokens: received {settings.tokens}. Expected texts that fit the caches "
+            f"with a prompt before and a round behind them: at most {most} tokens together."
+        )
+    return most - behind

@@ -16,20 +16,11 @@ from numpy.typing import NDArray
 
 from runtime.reference import draw, recovered
 
-from .graphs import Drafter, TargetGraph
+from .drafting import Drafted
+from .graphs import TargetGraph
 from .law import law, overlap
 
 Array = NDArray[Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Drafted:
-    """x_1 … x_k and the laws they were drawn from."""
-
-    tokens: tuple[int, ...]
-    q: tuple[Array, ...]  # each [D] f64
-    ids: Array  # [D], the target id of each entry
-    q_of_token: tuple[float, ...]  # 0 where the draft's own map doesn't know its token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,27 +33,6 @@ class Judged:
     next_token: int  # recovered or bonus
 
 
-def propose(
-    draft: Drafter, unread: Sequence[int], k: int, temperature: float, uniforms: Array
-) -> Drafted:
-    """k tokens behind the `unread` ones; uniforms: [k]. Leaves the draft k - 1 rows further."""
-    draft.read(unread[:-1])
-    last, tokens, laws, own = [unread[-1]], [], [], []
-    for i in range(k):
-        step = draft.step(last, temperature, float(uniforms[i]))
-        tokens.append(step.token)
-        laws.append(step.q)
-        own.append(_q_of(step.token, step.q, draft.ids))
-        last = [step.token]
-    return Drafted(tokens=tuple(tokens), q=tuple(laws), ids=draft.ids, q_of_token=tuple(own))
-
-
-def _q_of(token: int, q: Array, ids: Array) -> float:
-    """0 for a token that `ids` doesn't hold."""
-    place = int(np.searchsorted(ids, token))
-    return float(q[place]) if place < len(ids) and ids[place] == token else 0.0
-
-
 def verify(
     target: TargetGraph, last: int, drafts: Sequence[int], temperature: float
 ) -> Array:  # [k + 1, vocab] f64
@@ -73,7 +43,7 @@ def verify(
 def judge(
     p: Array,  # [k + 1, vocab]
     drafted: Drafted,
-    accept_uniforms: Array,  # [k]
+    accept_uniforms: Array,  # [k], of at least as many as were drafted
     draw_uniforms: Array,  # [k + 1]
 ) -> Judged:
     """Accept while u · q(x) < p(x), then draw one token more (Leviathan et al., algorithm 1)."""
@@ -81,7 +51,7 @@ def judge(
         min(1.0, float(p[j, x]) / q_x) if q_x > 0 else 0.0
         for j, (x, q_x) in enumerate(zip(drafted.tokens, drafted.q_of_token, strict=True))
     ]
-    fits = [bool(u < chance) for u, chance in zip(accept_uniforms, chances, strict=True)]
+    fits = [bool(u < chance) for u, chance in zip(accept_uniforms, chances, strict=False)]
     accepted = fits.index(False) if False in fits else len(fits)
     return Judged(
         overlap=tuple(overlap(p[j], q, drafted.ids) for j, q in enumerate(drafted.q)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from runtime.bundle import Bundle
@@ -15,12 +15,14 @@ from ..prompts import PromptSet, TokenizedPrompt, read_prompts
 from .graphs import NonFinite
 from .layers import broken_layers, draft_layers, target_layers
 from .measure import Measurement
+from .opened import OpenBundle
 from .paths import check_lengths
 from .records import Record
-from .request import Request, room, window
+from .request import Request, check_limits, room
 from .result import SCHEMA, Result, make_result
-from .sides import BUNDLE, REFERENCE, Side, check_comparable
+from .sides import BUNDLE, REFERENCE, Drafts, Side, check_comparable
 from .work import WorkFile
+from .workers import measured, shared
 
 
 def compare(
@@ -31,9 +33,12 @@ def compare(
 ) -> Result:
     """Raises an OutriderError for what can't be compared."""
     check_comparable(request.reference, request.bundle)
+    check_limits(request)
     check_lengths(request.paths, request.settings.path_tokens)
     prompts = read_prompts(request.prompt_files, request.limit, request.reference, room(request))
-    tell("measuring acceptance and drift, prompt by prompt")
+    if request.no_acceptance:
+        tell(f"acceptance is not compared: {request.no_acceptance}")
+    tell("measuring, prompt by prompt")
     try:
         records = _records(request, prompts, on_plan, on_record)
     except NonFinite as error:
@@ -58,22 +63,36 @@ def _records(
     """In the order of prompts and temperatures; what the work file has is not measured again."""
     work = WorkFile(request.work, _belongs_to(request, prompts))
     keys = [(p, t) for p in prompts.prompts for t in request.settings.temperatures]
-    missing = [(p, t) for p, t in keys if (p.id, t) not in work.records]
-    on_plan(len(missing))
+    missing = list(dict.fromkeys(p for p, t in keys if (p.id, t) not in work.records))
+    on_plan(len(missing) * len(request.settings.temperatures))
     if missing:
-        measurement, writes_freely = _measurement(request), _free_writers(request, prompts)
-        for prompt, temperature in missing:
-            path = request.paths.of(prompt, temperature)
-            work.add(measurement.record(prompt, temperature, path, writes_freely))
-            on_record(work.records[prompt.id, temperature])
+        writes_freely = _free_writers(request, prompts)
+
+        def measure(one: Measurement, prompt: TokenizedPrompt) -> list[Record]:
+            paths = ((t, request.paths.of(prompt, t)) for t in request.settings.temperatures)
+            return [one.record(prompt, t, path, writes_freely) for t, path in paths]
+
+        for records in measured(_measurements(request), missing, measure):
+            for record in records:
+                if (record.prompt, record.temperature) not in work.records:
+                    work.add(record)
+                on_record(record)
     return [work.records[p.id, t] for p, t in keys]
 
 
-def _measurement(request: Request) -> Measurement:
+def _measurements(request: Request) -> list[Measurement]:
+    """One a worker."""
+    workers, options = shared(request.options)
     bundles = {REFERENCE: request.reference, BUNDLE: request.bundle}
-    most = window(request)
-    sides = {name: Side(b, request.options, most) for name, b in bundles.items()}
-    return Measurement(sides, request.settings, request.reference.manifest.eos_token_ids)
+    opened = {name: OpenBundle(bundle, options) for name, bundle in bundles.items()}
+    return [_measurement(request, opened) for _ in range(workers)]
+
+
+def _measurement(request: Request, opened: Mapping[str, OpenBundle]) -> Measurement:
+    sides = {name: Side(bundle.target()) for name, bundle in opened.items()}
+    drafting = {} if request.no_acceptance else opened
+    drafts = Drafts(drafting, sides, request.settings.k)
+    return Measurement(sides, drafts, request.settings, request.reference.manifest.eos_token_ids)
 
 
 def _free_writers(request: Request, prompts: PromptSet) -> Callable[[TokenizedPrompt], bool]:

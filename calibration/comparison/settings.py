@@ -18,7 +18,7 @@ class Settings:
     temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
     k: int = 4
     rounds: int = 2
-    free_prompts: int = 4
+    free_prompts: int = 2
     layer_tokens: int = 32
     seed: int = 0
 

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from numpy.typing import NDArray
 
 from runtime.bundle import Bundle
 from runtime.errors import BundleError, VocabularyMismatch
-from runtime.executor import EngineOptions
-from runtime.manifest import ModelDraft
+from runtime.manifest import EagleDraft, MedusaDraft
 
-from .graphs import DraftGraph, TargetGraph
+from .drafting import BundleDrafter, ComparedDraft, Drafted
+from .graphs import TargetGraph
+from .opened import OpenBundle
+
+Array = NDArray[Any]
 
 REFERENCE, BUNDLE = "reference", "bundle"
 NAMES = (REFERENCE, BUNDLE)
@@ -69,35 +76,68 @@ DIFFERENCES = (
 
 
 class Side:
-    """One bundle's graphs, loaded, at one place of one prompt's text.
+    """One bundle's target at one place of one prompt's text."""
 
-    The draft of a long prompt reads the last of its tokens alone: `window` of them at most.
-    """
-
-    def __init__(self, bundle: Bundle, options: EngineOptions, window: int) -> None:
-        self.target = TargetGraph(bundle, options)
-        self.draft = DraftGraph(bundle, options)
-        self._window = window
-        self._prompt: tuple[int, ...] = ()
+    def __init__(self, target: TargetGraph) -> None:
+        self.target = target
+        self.prompt: tuple[int, ...] = ()
 
     def begin(self, prompt: tuple[int, ...]) -> None:
         """Read all of a prompt but its last token, unless that was the last one read."""
-        if prompt != self._prompt:
-            self.target.graph.length = self.draft.graph.length = 0
-            self._prompt = ()  # not read yet, should reading fail
+        if prompt != self.prompt:
+            self.target.graph.length = 0
+            self.prompt = ()  # not read yet, should reading fail
             self.target.read(prompt[:-1])
-            self.draft.read(prompt[-self._window :][:-1])
-            self._prompt = prompt
+            self.prompt = prompt
         self.rewind(0)
 
     def rewind(self, count: int) -> None:
         """As if `count` tokens behind the prompt were committed, the last of them unread."""
-        self.target.graph.length = len(self._prompt) - 1 + count
-        self.draft.graph.length = min(len(self._prompt), self._window) - 1 + count
+        self.target.graph.length = len(self.prompt) - 1 + count
+
+
+class Drafts:
+    """What drafts in each of the four pairs; without bundles nothing does.
+
+    A head reads the states of the target that it drafts for, so it is another one in each pair. A
+    draft model reads tokens alone, and is the same for both targets.
+    """
+
+    def __init__(self, opened: Mapping[str, OpenBundle], sides: Mapping[str, Side], k: int) -> None:
+        self._of: dict[Pair, BundleDrafter] = {}
+        for name, bundle in opened.items():
+            reads_states = bundle.bundle.manifest.feature_width > 0
+            alone = None if reads_states else bundle.drafter(k, None)
+            for target in NAMES:
+                drafter = alone or bundle.drafter(k, sides[target].target.features)
+                self._of[Pair(target=target, draft=name)] = drafter
+
+    @property
+    def pairs(self) -> tuple[Pair, ...]:
+        """In the order of PAIRS."""
+        return tuple(pair for pair in PAIRS if pair in self._of)
+
+    def of(self, pair: Pair) -> BundleDrafter:
+        return self._of[pair]
+
+    def begin(self) -> None:
+        """Forget all that was read, so that nothing depends on what was measured before."""
+        for drafter in self._of.values():
+            drafter.begin()
+
+    def propose(
+        self, tokens: Sequence[int], k: int, temperature: float, uniforms: Array
+    ) -> dict[Pair, Drafted]:
+        """Of each pair; uniforms: [k]."""
+        made: dict[int, Drafted] = {}
+        for drafter in self._of.values():
+            if id(drafter) not in made:
+                made[id(drafter)] = drafter.propose(tokens, k, temperature, uniforms)
+        return {pair: made[id(drafter)] for pair, drafter in self._of.items()}
 
 
 def check_comparable(reference: Bundle, bundle: Bundle) -> None:
-    """Both speak the same tokens and both draft. Raises VocabularyMismatch or BundleError."""
+    """Both speak the same tokens, and run here. Raises VocabularyMismatch or BundleError."""
     ours, theirs = bundle.manifest, reference.manifest
     if ours.tokenizer_sha256 != theirs.tokenizer_sha256:
         raise VocabularyMismatch(
@@ -112,9 +152,33 @@ def check_comparable(reference: Bundle, bundle: Bundle) -> None:
             "bundles of one checkpoint."
         )
     for side in (bundle, reference):
-        if not isinstance(side.manifest.draft, ModelDraft):
+        if side.manifest.engines is not None:
             raise BundleError(
-                f"{side.path}: received a bundle without a draft model of the target's "
-                "tokens. Expected a target and a draft, whose acceptance can be compared; rebuild "
-                "it with --draft DIR."
+                f"{side.path}: received engines of {side.manifest.backend}. Expected graphs of "
+                "--backend onnxruntime, which run anywhere; build the same precision for it."
             )
+
+
+def why_no_acceptance(reference: Bundle, bundle: Bundle) -> str:
+    """Empty where each side's draft can be tried on either target."""
+    for side in (bundle, reference):
+        draft = side.manifest.draft
+        if not isinstance(draft, ComparedDraft):
+            what = draft.name if draft else "nothing"
+            return (
+                f"{side.path.name} drafts by {what}, which is not a draft model of the target's "
+                "tokens, an EAGLE or a Medusa head"
+            )
+    ours, theirs = _reads(bundle), _reads(reference)
+    if ours != theirs:
+        return (
+            f"the draft of {bundle.path.name} reads {ours}, that of {reference.path.name} {theirs}"
+        )
+    return ""
+
+
+def _reads(bundle: Bundle) -> str:
+    draft = bundle.manifest.draft
+    if isinstance(draft, EagleDraft):
+        return f"the target's states at layers {', '.join(map(str, draft.taps))}"
+    return "the target's last state" if isinstance(draft, MedusaDraft) else "tokens alone"

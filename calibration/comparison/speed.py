@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from runtime.latency import LatencyProfile
 
-from .cells import by_temperature
+from .cells import by_temperature, num_judged, overlap_of
 from .records import Record
 from .sides import PAIRS, Pair
 
@@ -45,11 +45,17 @@ def _speed(
     measured, predicted = {}, {}
     for pair in PAIRS:
         profile = _of_pair(pair, profiles)
-        passed = _passed(records, pair.key)
-        share = sum(r.overlap[pair.key] for r in records) / sum(len(r.path) for r in records)
+        passed = _passed(records, pair.key) if records[0].rounds else []
+        share = _share(records, pair.key)
         measured[pair.key] = _best(profile, passed)
         predicted[pair.key] = _best(profile, [share ** (j + 1) for j in range(len(passed))])
     return Speed(temperature=temperature, measured=measured, predicted=predicted)
+
+
+def _share(records: Sequence[Record], key: str) -> float:
+    """Mean acceptance; 0 where nothing was drafted."""
+    tokens = sum(map(num_judged, records))
+    return sum(map(overlap_of(key), records)) / tokens if tokens else 0.0
 
 
 def _passed(records: Sequence[Record], key: str) -> list[float]:

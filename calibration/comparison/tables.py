@@ -19,11 +19,9 @@ MISSING = "–"
 
 def print_result(console: Console, result: Result) -> None:
     """Acceptance, positions, lengths and speed, drift, layers; findings and recommendation."""
+    drafts = (_acceptance, _differences, _positions, _lengths) if result.lengths else ()
     for table in (
-        _acceptance(result),
-        _differences(result),
-        _positions(result),
-        _lengths(result),
+        *(made(result) for made in drafts),
         _drift(result.cells),
         _layers(result.layers, "target"),
         _layers(result.draft_layers, "draft"),

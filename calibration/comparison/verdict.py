@@ -12,7 +12,7 @@ from .cells import ALL, Cell
 from .positions import Length
 from .records import Record
 from .resamples import Interval
-from .sides import BUNDLE, NAMES, PAIRS, REFERENCE, Pair
+from .sides import BUNDLE, NAMES, PAIRS, REFERENCE, Pair, why_no_acceptance
 from .speed import Rate, Speed
 
 NEAR_KL = 0.05  # nats a token that a target may be from its reference, where no limit is given
@@ -27,6 +27,8 @@ def findings(
     records: Sequence[Record], cells: Sequence[Cell], reference: Bundle, bundle: Bundle
 ) -> list[str]:
     """Sentences, the gravest first; none where nothing differs."""
+    if reason := why_no_acceptance(reference, bundle):
+        return [f"Acceptance was not compared: {reason}."]
     return [*_maps(reference, bundle), *_unknown(records), *_source(overall(cells))]
 
 
@@ -99,15 +101,23 @@ def recommendation(
     best = _best(allowed, cell, speeds)
     base = Pair(target=REFERENCE, draft=REFERENCE)
     parts = [
-        f"Run the {precisions[best.target][0]} target ({best.target}) "
-        f"{_drafting(best, precisions, speeds)}",
+        f"Run the {precisions[best.target][0]} target ({best.target})"
+        + (f" {_drafting(best, precisions, speeds)}" if lengths else ""),
         _speed_clause(best, base, speeds),
-        f"mean acceptance {_value(cell, best)} against {_value(cell, base)} of the reference pair, "
-        f"mean acceptance length {_length(lengths, best)} against {_length(lengths, base)}",
+        _acceptance_clause(cell, lengths, best, base),
         f"the bundle's target is KL {kl:.4f} from the reference's, "
         f"{'within' if near else 'beyond'} the {limit:g} that counts as near",
     ]
     return "; ".join(part for part in parts if part) + "."
+
+
+def _acceptance_clause(cell: Cell, lengths: Sequence[Length], best: Pair, base: Pair) -> str:
+    if not lengths:
+        return ""
+    return (
+        f"mean acceptance {_value(cell, best)} against {_value(cell, base)} of the reference pair, "
+        f"mean acceptance length {_length(lengths, best)} against {_length(lengths, base)}"
+    )
 
 
 def _best(allowed: Sequence[Pair], cell: Cell, speeds: Sequence[Speed]) -> Pair:

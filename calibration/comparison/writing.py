@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from numpy.typing import NDArray
@@ -12,8 +11,8 @@ from numpy.typing import NDArray
 from runtime.uniforms import ACCEPT, DRAFT, DRAW, uniform_table
 
 from ..prompts import TokenizedPrompt
-from .graphs import Drafter
-from .rounds import judge, propose, verify
+from .drafting import Drafter
+from .rounds import judge, verify
 from .settings import Settings
 from .sides import Side
 
@@ -40,35 +39,27 @@ class Place:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Writing:
-    """Who writes a text: `drafting` is the side whose graph drafts, `drafter` that graph."""
-
-    verifier: Side
-    drafting: Side
-    drafter: Drafter
-    k: Callable[[int], int]  # drafts of a round, by the tokens that the text still lacks
-
-
-def write(place: Place, writing: Writing, end: frozenset[int]) -> tuple[list[int], int]:
+def write(
+    place: Place,
+    verifier: Side,
+    drafter: Drafter,
+    k: Callable[[int], int],  # drafts of a round, by the tokens that the text still lacks
+    end: frozenset[int],
+) -> tuple[list[int], int]:
     """A text by rounds, up to a token of `end`, and how many rounds it took."""
     prompt, uniforms = place.prompt.tokens, place.uniforms("text")
-    for side in {id(s): s for s in (writing.verifier, writing.drafting)}.values():
-        side.begin(prompt)
+    verifier.begin(prompt)
+    drafter.begin()
     text: list[int] = []
-    rounds = unread = 0
+    rounds = 0
     while len(text) < place.path_tokens and not end.intersection(text):
-        done, known = len(text), [prompt[-1], *text]
-        k = writing.k(place.path_tokens - done)
-        writing.drafting.rewind(done - unread)
-        behind = known[done - unread :]
-        drawing = uniforms[DRAFT, done:]
-        drafted = propose(writing.drafter, behind, k, place.temperature, drawing)
-        writing.verifier.rewind(done)
-        p = verify(writing.verifier.target, known[-1], drafted.tokens, place.temperature)
-        judged = judge(p, drafted, *deciding(uniforms, done, k))
+        done, known = len(text), [*prompt, *text]
+        count = k(place.path_tokens - done)
+        drafted = drafter.propose(known, count, place.temperature, uniforms[DRAFT, done:])
+        verifier.rewind(done)
+        p = verify(verifier.target, known[-1], drafted.tokens, place.temperature)
+        judged = judge(p, drafted, *deciding(uniforms, done, count))
         text += [*drafted.tokens[: judged.num_accepted], judged.next_token]
-        unread = int(judged.num_accepted == k)  # the last draft was not read by the drafter
         rounds += 1
     return text, rounds
 
