@@ -14,10 +14,8 @@ ROWS = 1e-3
 # The graph as the engine runs it against itself in f32 arithmetic. An engine that rounds each block
 # of activations to int8 adds about 1 % a layer; a kernel that is wrong on this processor adds far
 # more. One step for the whole of a layer's input rounds more coarsely than one for each block.
-ENGINE = {"fp32": 1e-3, "int8-smoothquant": 0.35}
+ENGINE = {"fp32": 1e-3, "int8-smoothquant": 0.35, "fp8": 0.35}
 ENGINE |= dict.fromkeys(("int8", "int8-kv", "int4", "int4-gptq", "int4-awq"), 0.25)
 # fp16 activations and caches against the same graph in f32 arithmetic, on ONNX Runtime's CPU.
 HALF = 0.05
 ENGINE |= dict.fromkeys(("fp16", "int4-128", "fp8-weight", "fp4"), HALF)
-# E4M3 has 4 bits of a number: its inputs are rounded more coarsely than to 8 bits of one scale.
-ENGINE["fp8"] = 0.5

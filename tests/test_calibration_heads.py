@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,9 @@ from helpers_medusa import write_medusa_bundle
 from helpers_runtime import STATES, VOCAB, latency_report, logits_after, write_bundle
 
 from calibration.comparison.law import law
+from calibration.comparison.sides import check_comparable
+from runtime.bundle import Bundle
+from runtime.errors import BundleError
 from runtime.manifest import NgramDraft
 
 TARGETS = {"reference": TARGET, "bundle": NEAR_TARGET}
@@ -176,6 +180,13 @@ def test_without_a_draft_model_the_drift_is_that_of_the_same_targets_with_one(
     assert drifts[0] == drifts[1]
     assert "acceptance" not in result["recommendation"]
     assert "tokens/s by the latency profiles without speculation" in result["recommendation"]
+
+
+def test_a_bundle_for_gpus_is_refused(bundles: dict[tuple[str, str], Path]) -> None:
+    ours = Bundle.load(bundles["eagle", "bundle"])
+    gpu = replace(ours, manifest=replace(ours.manifest, backend="tensorrt-rtx"))
+    with pytest.raises(BundleError, match="Expected one of --backend onnxruntime"):
+        check_comparable(ours, gpu)
 
 
 def test_a_limit_of_what_is_not_compared_is_refused(folder: Path, prompts: Path) -> None:

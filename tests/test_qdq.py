@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import onnxruntime as ort
 import pytest
 import torch
 from helpers_build import K
-from helpers_calibration import weight_errors
+from helpers_calibration import changed_tensor, weight_errors
 from helpers_family import (
     CHUNKS,
     bind,
@@ -46,7 +47,7 @@ from export.calibrated import CalibrationRequest
 from export.gates import exact_arithmetic
 from export.precision import PRECISIONS
 from runtime.bundle import Bundle
-from runtime.errors import BuildError
+from runtime.errors import BuildError, EngineError
 from runtime.executor import EngineOptions
 
 KINDS = list(EightBits)
@@ -134,16 +135,33 @@ def test_reach_tells_a_lone_outlier_from_a_long_tail() -> None:
     assert reach(Ranges.empty(4)) == 1.0
 
 
-def test_a_layer_whose_inputs_reach_too_far_is_left_out(fp32_bundle: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def calibration(fp32_bundle: Path, tmp_path: Path) -> Calibration:
     card = Bundle.load(fp32_bundle).manifest.target
-    graph = ReferenceGraph(fp32_bundle / "onnx" / "target.onnx")
-    run = Calibration(
+    return Calibration(
         cache=card.cache,
         vocab=card.vocab_size,
         texts=[[(7 * i + j) % 250 for j in range(20)] for i in range(4)],
         work=tmp_path,
         options=EngineOptions(threads=1, spin=False),
     )
+
+
+def test_inputs_that_are_not_finite_name_the_layer(
+    fp32_bundle: Path, calibration: Calibration, tmp_path: Path
+) -> None:
+    copied = shutil.copytree(fp32_bundle, tmp_path / "copy")
+    name = "model.layers.0.mlp.down_proj.weight.T"
+    changed_tensor(name, np.float32, lambda a: a * np.float32("inf"), "target")(copied)
+    graph = ReferenceGraph(copied / "onnx" / "target.onnx")
+    with pytest.raises(EngineError, match=r"layers\.1\.self_attn\.q_proj.*not finite"):
+        find_scales(graph, calibration, top=127.0, rule=RangeRule.MSE, smooth=True)
+
+
+def test_a_layer_whose_inputs_reach_too_far_is_left_out(
+    fp32_bundle: Path, calibration: Calibration
+) -> None:
+    graph, run = ReferenceGraph(fp32_bundle / "onnx" / "target.onnx"), calibration
     found = collect(graph, graph.sites, Ranges, run)
     far = sorted(reach(one) for one in found.values())
     some = find_scales(

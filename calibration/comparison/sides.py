@@ -152,10 +152,10 @@ def check_comparable(reference: Bundle, bundle: Bundle) -> None:
             "bundles of one checkpoint."
         )
     for side in (bundle, reference):
-        if side.manifest.engines is not None:
+        if side.manifest.backend != "onnxruntime":
             raise BundleError(
-                f"{side.path}: received engines of {side.manifest.backend}. Expected graphs of "
-                "--backend onnxruntime, which run anywhere; build the same precision for it."
+                f"{side.path}: received a bundle of --backend {side.manifest.backend}. Expected "
+                "one of --backend onnxruntime, which runs anywhere."
             )
 
 

@@ -29,6 +29,10 @@ from .subject import OpenGraphs, Subject
 Figures = dict[str, Any]
 # Of fp16 against the f32 oracle with the same weights: 11 bits over some dozen layers.
 MOST_ERROR = 0.05
+# Where inputs are rounded to 8 bits, a value that fp16 moves over a tie moves by a whole step: 0.12
+# was seen of typed graphs on the CPU.
+MOST_ERROR_8_BITS = 0.35
+ROUNDED_INPUTS = ("int8-smoothquant", "int8-smoothquant-bf16", "fp8", "fp8-bf16")
 ROUNDS = 200
 REPEATS = 20
 CONTEXTS = (256, 4096)
@@ -129,7 +133,7 @@ def target(check: Check) -> Figures:
         step.prefill([token])
         subject.download(subject.buffers.logits)
         found.append(subject.buffers.logits[0, 0].copy())
-    return _near("target", np.stack(found)[-ROWS:], oracle.logits)
+    return _near("target", np.stack(found)[-ROWS:], oracle.logits, _most_error(check))
 
 
 def verification(check: Check) -> Figures:
@@ -143,7 +147,8 @@ def verification(check: Check) -> Figures:
     subject.buffers.block[0, 1 : 1 + rows] = tokens[-rows:]
     step.verify(rows)
     subject.download(subject.buffers.logits)
-    return _near("verification", subject.buffers.logits[0, :rows], oracle.logits[-rows:])
+    logits = subject.buffers.logits[0, :rows]
+    return _near("verification", logits, oracle.logits[-rows:], _most_error(check))
 
 
 def draft(check: Check) -> Figures:
@@ -375,16 +380,21 @@ def _median_ms(run: Callable[[], float]) -> float:
     return 1e3 * statistics.median(run() for _ in range(REPEATS))
 
 
-def _near(what: str, received: np.ndarray, expected: np.ndarray) -> Figures:
+def _most_error(check: Check) -> float:
+    rounded = check.subject.manifest.target.precision in ROUNDED_INPUTS
+    return MOST_ERROR_8_BITS if rounded else MOST_ERROR
+
+
+def _near(what: str, received: np.ndarray, expected: np.ndarray, limit: float) -> Figures:
     norm = float(np.linalg.norm(expected - expected.mean()))
     error = float(np.linalg.norm(received - expected)) / norm
     figures: Figures = {
         "relative_error": error,
-        "limit": MOST_ERROR,
+        "limit": limit,
         "top1_agreement": float((received.argmax(-1) == expected.argmax(-1)).mean()),
         "rows": len(expected),
     }
-    if not error < MOST_ERROR:
+    if not error < limit:
         raise Failed(f"{what}: {figures}")
     return figures
 
