@@ -4,6 +4,7 @@ executor, and caches as a clean run leaves them, whose rows only the device move
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,12 +22,15 @@ from export import engine_bundle
 from export.build import BuildRequest, build
 from runtime import Decoder, SamplingParams, engine_contract
 from runtime.bundle import Bundle
+from runtime.cuda.executor import CudaExecutor
 from runtime.cuda.graphs import EngineGraphs
 from runtime.engine import load_rounds
 from runtime.executor import EngineOptions
 from runtime.round import Rounds
 from runtime.tree_shape import StaticTree, parse_tree
 from runtime.uniforms import uniform_table
+from scripts.gpu.check import run_step
+from scripts.gpu.steps import Check
 
 pytest.importorskip(
     "tensorrt_rtx", reason="tensorrt-rtx isn't installed: pip install tensorrt-rtx-cu13"
@@ -238,6 +242,19 @@ def test_rows_that_stay_where_the_tree_put_them_show(pair: _Pair, cuda: FakeCuda
             ours, theirs = pair.caches(rounds.target.length)
             worst = max(worst, float(np.abs(ours - theirs).max()))
     assert worst > 10 * NEAR
+
+
+def test_the_gpu_check_tells_whether_rows_moved(places: dict[str, Path], cuda: FakeCuda) -> None:
+    check = Check(path=places["itself"], onnx_bundle=None)
+    found = run_step("trees", check, time.monotonic() + 300)
+    assert found["status"] == "passed", found
+    assert found["figures"]["accepted"] > 0
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(CudaExecutor, "move_rows", lambda *_: None)
+        found = run_step("trees", check, time.monotonic() + 300)
+    assert found["status"] == "failed"
+    assert "caches differ" in found["reason"]
+    check.close()
 
 
 def test_a_row_is_one_copy_in_all_layers_and_heads(pair: _Pair) -> None:

@@ -23,7 +23,7 @@ from scripts.gpu.check import readable, run_step
 from scripts.gpu.steps import STEPS, Check
 
 TOKENS = [3 + (11 * i) % 50 for i in range(20)]
-ON_A_GPU = {"machine", "plans", "aliasing", "bandwidth", "onnxruntime-cuda"}
+ON_A_GPU = {"machine", "plans", "aliasing", "bandwidth", "onnxruntime-cuda", "trees"}
 
 
 @pytest.fixture(scope="module")

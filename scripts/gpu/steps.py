@@ -22,6 +22,7 @@ from runtime.oracle_runs import accept_decisions, draft_ids
 from runtime.round import Rounds
 from runtime.sampling import SamplingParams
 from runtime.target import PREFILL_CHUNK
+from runtime.tree_shape import parse_tree
 from runtime.uniforms import uniform_table
 
 from .subject import OpenGraphs, Subject
@@ -275,6 +276,29 @@ def _compare_rounds(
         raise Failed(f"the caches differ from a clean run's: {figures}")
 
 
+def trees(check: Check) -> Figures:
+    """Rounds with a tree leave the caches of a clean run: rows are moved on the device."""
+    subject = check.subject
+    limits, rounds = subject.manifest.limits, subject.rounds
+    if limits.max_tree_nodes < 6 or rounds.brancher is None:
+        raise Skipped("the bundle makes no trees of 6 drafts")
+    shape, uniforms = parse_tree("2x2"), uniform_table(0, limits.max_context + 1, 8)
+    tokens = [3 + (7 * i) % 50 for i in range(12)]
+    rounds.begin(SamplingParams(temperature=0.8, top_k=50), tokens)
+    tokens += rounds.prefill(list(tokens), uniforms).tokens
+    figures: Figures = {"rounds": 0, "accepted": 0, "moved_ms": 0.0}
+    while figures["rounds"] < ROUNDS // 4 and len(tokens) + 8 < limits.max_context:
+        outcome = rounds.run_tree(tokens, shape, 6, uniforms)
+        tokens += outcome.tokens
+        figures["rounds"] += 1
+        figures["accepted"] += outcome.num_accepted
+        figures["moved_ms"] += 1e3 * outcome.compact_s
+    figures["cache_error"] = _cache_error(subject, tokens)
+    if not figures["cache_error"] < MOST_ERROR:
+        raise Failed(f"the caches differ from a clean run's: {figures}")
+    return figures
+
+
 def _cache_error(subject: Subject, tokens: list[int]) -> float:
     """The last row's logits behind the rows that the rounds left, against rows read anew."""
     step, found = subject.rounds.target, []
@@ -410,6 +434,7 @@ STEPS: dict[str, Callable[[Check], Figures]] = {
     "aliasing": aliasing,
     "rollback": rollback,
     "captured": captured,
+    "trees": trees,
     "times": times,
     "bandwidth": bandwidth,
     "onnxruntime-cuda": onnxruntime_cuda,
