@@ -124,7 +124,7 @@ class RoundProgram:
         self.arena = _arena(shape.drafts, allocate)
         self._engines = engines
         self._chain = TreeBuffers.of(Tree.chain(shape.drafts))
-        self._tables = _neutral_tables(vocab, shape.drafts + 1)
+        self._tables = neutral_tables(vocab, shape.drafts + 1)
         self._logits = np.zeros((1, shape.drafts + 1, vocab), np.float32)
         self._q = np.zeros((1, shape.drafts, draft_vocab), np.float32)
         inputs.fill(self.arena, shape.drafts, vocab)
@@ -148,7 +148,7 @@ class RoundProgram:
         outputs = {
             "draft_token": a["block"][:, step + 2 : step + 3],
             "draft_step_probs": self._q[:, step : step + 1],
-            **_present(self._engines.draft_caches),
+            **present(self._engines.draft_caches),
         }
         return self._engines.draft.bind(inputs, outputs)
 
@@ -161,7 +161,7 @@ class RoundProgram:
             **chain_inputs(rows),
             **self._engines.target_caches,
         }
-        outputs = {"logits": self._logits, **_present(self._engines.target_caches)}
+        outputs = {"logits": self._logits, **present(self._engines.target_caches)}
         return self._engines.target.bind(inputs, outputs)
 
     def _accept(self) -> Bound:
@@ -179,16 +179,27 @@ class RoundProgram:
             "allowed_tokens": self._tables["allowed_tokens"],
             **self._sampling(),
         }
-        names = ("num_accepted", "next_token", "last_row", "new_lengths")
-        return self._engines.accept.bind(inputs, {name: a[name] for name in names})
+        return self._engines.accept.bind(inputs, {one.name: a[one.name] for one in DECIDED})
 
     def _sampling(self) -> dict[str, Array]:
         """Parameters from the arena; tables that stay neutral for good."""
         tables = {k: v for k, v in self._tables.items() if k != "allowed_tokens"}
-        return {name: self.arena[name] for name in _PARAMETERS} | tables
+        return {one.name: self.arena[one.name] for one in PARAMETERS} | tables
 
 
-_PARAMETERS = ("temperature", "top_k", "top_p", "min_p")
+#: what a request sets, and what acceptance tells
+PARAMETERS = (
+    Field(name="temperature", shape=(1,), dtype=np.float32),
+    Field(name="top_k", shape=(1,), dtype=np.int64),
+    Field(name="top_p", shape=(1,), dtype=np.float32),
+    Field(name="min_p", shape=(1,), dtype=np.float32),
+)
+DECIDED = (
+    Field(name="num_accepted", shape=(1,), dtype=np.int64),
+    Field(name="next_token", shape=(1,), dtype=np.int64),
+    Field(name="last_row", shape=(1,), dtype=np.int64),
+    Field(name="new_lengths", shape=(1,), dtype=np.int32),
+)
 
 
 def _arena(k: int, allocate: Allocate) -> Arena:
@@ -200,23 +211,16 @@ def _arena(k: int, allocate: Allocate) -> Arena:
             Field(name="draft_uniforms", shape=(k,), dtype=f32),
             Field(name="accept_uniforms", shape=(1, k), dtype=f32),
             Field(name="draw_uniforms", shape=(1, k + 1), dtype=f32),
-            Field(name="temperature", shape=(1,), dtype=f32),
-            Field(name="top_k", shape=(1,), dtype=i64),
-            Field(name="top_p", shape=(1,), dtype=f32),
-            Field(name="min_p", shape=(1,), dtype=f32),
+            *PARAMETERS,
         ),
         shared=(Field(name="block", shape=(1, k + 2), dtype=i64),),
-        round=(
-            Field(name="num_accepted", shape=(1,), dtype=i64),
-            Field(name="next_token", shape=(1,), dtype=i64),
-            Field(name="last_row", shape=(1,), dtype=i64),
-            Field(name="new_lengths", shape=(1,), dtype=i32),
-        ),
+        round=DECIDED,
         allocate=allocate,
     )
 
 
-def _neutral_tables(vocab: int, rows: int) -> dict[str, Array]:
+def neutral_tables(vocab: int, rows: int) -> dict[str, Array]:
+    """Of a request without adjustments, for so many rows."""
     return {
         "adjust": np.zeros((1,), np.bool_),
         "repetition_penalty": np.ones((1,), np.float32),
@@ -229,7 +233,7 @@ def _neutral_tables(vocab: int, rows: int) -> dict[str, Array]:
     }
 
 
-def _present(caches: Mapping[str, Array]) -> dict[str, Array]:
+def present(caches: Mapping[str, Array]) -> dict[str, Array]:
     """The same arrays as outputs: they are written in place."""
     return {name.replace("past_key_values", "present"): array for name, array in caches.items()}
 

@@ -92,8 +92,7 @@ class Rounds:
         b.block[0, 2 : 2 + tree.size] = draft.tokens
         b.set_certain(tree.size)
         b.set_tree(tree, uniforms, len(tokens))
-        verify_s = self.target.verify_tree(tree.size + 1)
-        accept_s = self.accept.decide_tree(tree.size)
+        verify_s, accept_s = self._decide_tree(tree.size)
         row, token = int(b.last_row[0]), int(b.next_token[0])
         path = tree.path(row)
         compact_s = self.target.keep_path(path)
@@ -113,6 +112,10 @@ class Rounds:
             ranks=tuple(tree.ranks[at - 1] for at in path),
             compact_s=compact_s,
         )
+
+    def _decide_tree(self, size: int) -> tuple[float, float]:
+        """Verify and accept over the tree of `size` drafts in the buffers; returns the seconds."""
+        return self.target.verify_tree(size + 1), self.accept.decide_tree(size)
 
     def _grown(self, tokens: list[int], shape: TreeShape, nodes: int) -> tuple[DraftTree, float]:
         """At most `nodes` drafts behind the committed tokens, and the seconds that they took."""

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from .accept import AcceptStep
 from .buffers import RoundBuffers
 from .captured_round import CapturedRounds, RoundInputs
+from .captured_tree import CapturedTrees
 from .draft_model import DraftModel
-from .drafter import Propose
+from .drafter import Drafter, Propose
 from .matcher import Matcher
 from .outcome import Outcome
 from .round import Rounds
@@ -26,22 +27,26 @@ from .tree_shape import Brancher
 class WholeRounds(Rounds):
     """Adjusted logits, grammars and bans need the host between the steps; such rounds take them.
 
-    So do trees: what their drafts are is the host's decision.
+    Of trees the host decides what their drafts are; what follows, verification and acceptance, is
+    one launch.
     """
 
     def __init__(
         self,
         buffers: RoundBuffers,
         target: TargetStep,
-        drafter: DraftModel,
+        drafter: Drafter | None,
         accept: AcceptStep,
-        captured: CapturedRounds,
-        max_context: int,
         brancher: Brancher | None = None,
+        *,
+        captured: CapturedRounds | None,
+        trees: CapturedTrees | None,
+        max_context: int,
     ) -> None:
+        """captured: of a draft model beside the target; None: chains take the steps."""
         super().__init__(buffers, target, drafter, accept, brancher)
         self.captured = captured
-        self._model = drafter
+        self.trees = trees
         self._max_context = max_context
         self._params = SamplingParams()
 
@@ -59,10 +64,13 @@ class WholeRounds(Rounds):
     def run(
         self, tokens: list[int], k: int, uniforms: NDArray[Any], propose: Propose | None = None
     ) -> Outcome:
-        if propose is not None or not self._is_whole(tokens, k):
+        model = self.drafter
+        if self.captured is None or not isinstance(model, DraftModel) or propose is not None:
             return super().run(tokens, k, uniforms, propose)
-        self._model.catch_up(tokens, k)
-        window, committed = self._model.window, len(tokens)
+        if not self._is_whole(tokens, k):
+            return super().run(tokens, k, uniforms)
+        model.catch_up(tokens, k)
+        window, committed = model.window, len(tokens)
         inputs = RoundInputs(
             tokens=tokens,
             draft_rows=committed - 2 - window.base,
@@ -72,10 +80,19 @@ class WholeRounds(Rounds):
         outcome = self.captured.run(inputs, k)
         window.rows = committed - window.base + k - 1
         self.target.length = committed + outcome.num_accepted
-        self._model.rollback(self.target.length)
+        model.rollback(self.target.length)
         return outcome
 
+    def _decide_tree(self, size: int) -> tuple[float, float]:
+        if self.trees is None or not size or not self._is_free:
+            return super()._decide_tree(size)
+        return self.trees.decide(size), 0.0  # one piece: its parts can't be told apart
+
     def _is_whole(self, tokens: list[int], k: int) -> bool:
-        adjusted = bool(self.buffers.sampling.shared["adjust"][0])
         fits = len(tokens) >= 2 and len(tokens) + k <= self._max_context
-        return k > 0 and fits and not adjusted and not self.constraint.active
+        return k > 0 and fits and self._is_free
+
+    @property
+    def _is_free(self) -> bool:
+        """Whether no table of the host's is read between the steps."""
+        return not (self.buffers.sampling.shared["adjust"][0] or self.constraint.active)

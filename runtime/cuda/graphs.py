@@ -16,6 +16,7 @@ from ..accept import AcceptStep
 from ..buffers import RoundBuffers
 from ..captured_programs import Program
 from ..captured_round import Bound, CapturedRounds, RoundEngines
+from ..captured_tree import CapturedTrees, TreeEngines
 from ..contract import DRAFT_PROBS, DRAFT_STEP_PROBS, LOGITS, GraphSpec
 from ..draft_model import DraftModel
 from ..drafter import Drafter
@@ -71,15 +72,22 @@ class EngineGraphs:
         accept: AcceptStep,
         brancher: Brancher | None,
     ) -> Rounds:
-        """Launched whole where the draft's engine is beside the target's."""
-        if not isinstance(drafter, DraftModel) or "draft" not in self._executors:
-            return Rounds(buffers, target, drafter, accept, brancher)
-        context = self._manifest.limits.max_context
-        captured = self._captured(target, drafter, context)
-        return WholeRounds(buffers, target, drafter, accept, captured, context, brancher)
+        """Launched whole where the draft's engine is beside the target's, trees from any drafter.
 
-    def _captured(self, target: TargetStep, drafter: DraftModel, context: int) -> CapturedRounds:
-        device, executors = self.device, self._executors
+        What reads the target's states takes the steps, between which they come to the host.
+        """
+        limits, captured, trees = self._manifest.limits, None, None
+        if isinstance(drafter, DraftModel) and "draft" in self._executors:
+            captured = self._captured(target, drafter)
+        if limits.max_tree_nodes and target.features is None:
+            trees = self._trees(target, buffers)
+        return WholeRounds(
+            buffers, target, drafter, accept, brancher,
+            captured=captured, trees=trees, max_context=limits.max_context,
+        )  # fmt: skip
+
+    def _captured(self, target: TargetStep, drafter: DraftModel) -> CapturedRounds:
+        executors = self._executors
         engines = RoundEngines(
             target=executors["target"],
             draft=executors["draft"],
@@ -87,20 +95,37 @@ class EngineGraphs:
             target_caches=target.caches,
             draft_caches=drafter.caches,
         )
-
-        def make(calls: Sequence[Bound], rows: int, up: Array, down: Array) -> Program:
-            return device.capture(cast(Sequence[CudaCall], calls), rows, up=up, down=down)
-
         return CapturedRounds(
             engines,
             vocab=self._manifest.target.vocab_size,
             draft_vocab=self._manifest.draft_vocab_size,
-            contexts=context_buckets(context),
-            free_bytes=device.free_bytes,
+            contexts=self._contexts(),
+            free_bytes=self.device.free_bytes,
             reserve_bytes=RESERVE_BYTES,
-            allocate=device.memory.pinned,
-            make=make,
+            allocate=self.device.memory.pinned,
+            make=self._make,
         )
+
+    def _trees(self, target: TargetStep, buffers: RoundBuffers) -> CapturedTrees:
+        executors = self._executors
+        engines = TreeEngines(
+            target=executors["target"], accept=executors["accept"], target_caches=target.caches
+        )
+        return CapturedTrees(
+            engines,
+            buffers,
+            contexts=self._contexts(),
+            free_bytes=self.device.free_bytes,
+            reserve_bytes=RESERVE_BYTES,
+            allocate=self.device.memory.pinned,
+            make=self._make,
+        )
+
+    def _contexts(self) -> tuple[int, ...]:
+        return tuple(context_buckets(self._manifest.limits.max_context))
+
+    def _make(self, calls: Sequence[Bound], rows: int, up: Array, down: Array) -> Program:
+        return self.device.capture(cast(Sequence[CudaCall], calls), rows, up=up, down=down)
 
     def upload(self, array: Array) -> None:
         twin = self.device.mirrors.address(array)

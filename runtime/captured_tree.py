@@ -1,0 +1,167 @@
+"""Verification and acceptance over a tree as one program; which drafts it has, the host decides.
+
+As in `runtime.captured_round` nothing of a call is in the program but its shapes, here the number
+of drafts and the context: the tree itself, who descends from whom, is tensors of the arena, and so
+a program serves every tree of its size. Rows of the accepted path are moved behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .arena import Allocate, Arena, Field
+from .buffers import RoundBuffers
+from .captured_programs import CapturedPrograms, RoundShape
+from .captured_round import (
+    DECIDED,
+    PARAMETERS,
+    Binds,
+    Bound,
+    MakeProgram,
+    neutral_tables,
+    present,
+)
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TreeEngines:
+    """The two executors, and the caches that the target shares with prefill, by input name."""
+
+    target: Binds
+    accept: Binds
+    target_caches: Mapping[str, Array]
+
+
+class TreeProgram:
+    """The arena, the calls and the program of one number of drafts, all of them certain."""
+
+    def __init__(
+        self,
+        shape: RoundShape,
+        engines: TreeEngines,
+        buffers: RoundBuffers,
+        *,
+        allocate: Allocate,
+        make: MakeProgram,
+    ) -> None:
+        """buffers: of the round that it is made for, since making it may run its calls."""
+        size, vocab = shape.drafts, buffers.logits.shape[2]
+        self.arena = _arena(size, allocate)
+        self._engines, self._size = engines, size
+        self._tables = neutral_tables(vocab, size + 1)
+        self._logits = np.zeros((1, size + 1, vocab), np.float32)
+        self._q = np.zeros((1, 1, buffers.draft_probs.shape[2]), np.float32)
+        self.fill(buffers)
+        calls = [self._verify(), self._accept()]
+        self._program = make(calls, shape.context, self.arena.up, self.arena.down)
+
+    def fill(self, buffers: RoundBuffers) -> None:
+        """Write every host field: the round's own, as the steps would read them."""
+        a, size, tree = self.arena, self._size, buffers.tree(self._size)
+        a["target_lengths"][:] = buffers.target_lengths
+        a["block"][:] = buffers.query(size + 1)
+        a["parents"][:], a["visible"][:], a["depths"][:] = tree.parents, tree.visible, tree.depths
+        a["accept_uniforms"][:] = buffers.accept_uniforms[:, :size]
+        a["draw_uniforms"][:] = buffers.draw_uniforms[:, : size + 1]
+        for one in PARAMETERS:
+            a[one.name][:] = buffers.sampling.shared[one.name]
+
+    def run(self) -> float:
+        return self._program.run()
+
+    def _verify(self) -> Bound:
+        a = self.arena
+        inputs = {
+            "input_ids": a["block"],
+            "past_lengths": a["target_lengths"],
+            "num_logits": np.array(self._size + 1, np.int64),
+            "depths": a["depths"],
+            "visible": a["visible"],
+            **self._engines.target_caches,
+        }
+        outputs = {"logits": self._logits, **present(self._engines.target_caches)}
+        return self._engines.target.bind(inputs, outputs)
+
+    def _accept(self) -> Bound:
+        a = self.arena
+        inputs = {
+            "logits": self._logits,
+            "draft_tokens": a["block"][:, 1:],
+            "draft_probs": self._q,
+            "parents": a["parents"],
+            "q_rows": np.full((1, self._size), -1, np.int64),
+            "visible": a["visible"],
+            "accept_uniforms": a["accept_uniforms"],
+            "draw_uniforms": a["draw_uniforms"],
+            "past_lengths": a["target_lengths"],
+            **self._tables,
+            **{one.name: a[one.name] for one in PARAMETERS},
+        }
+        return self._engines.accept.bind(inputs, {one.name: a[one.name] for one in DECIDED})
+
+
+def _arena(size: int, allocate: Allocate) -> Arena:
+    f32, i32, i64 = np.float32, np.int32, np.int64
+    return Arena(
+        host=(
+            Field(name="target_lengths", shape=(1,), dtype=i32),
+            Field(name="block", shape=(1, size + 1), dtype=i64),
+            Field(name="parents", shape=(1, size), dtype=i64),
+            Field(name="visible", shape=(1, size + 1, size + 1), dtype=np.bool_),
+            Field(name="depths", shape=(1, size + 1), dtype=i64),
+            Field(name="accept_uniforms", shape=(1, size), dtype=f32),
+            Field(name="draw_uniforms", shape=(1, size + 1), dtype=f32),
+            *PARAMETERS,
+        ),
+        shared=(),
+        round=DECIDED,
+        allocate=allocate,
+    )
+
+
+class CapturedTrees:
+    """Decisions over trees, each launched as one program."""
+
+    def __init__(
+        self,
+        engines: TreeEngines,
+        buffers: RoundBuffers,
+        *,
+        contexts: Sequence[int],
+        free_bytes: Callable[[], int],
+        reserve_bytes: int = 0,
+        allocate: Allocate,
+        make: MakeProgram,
+    ) -> None:
+        """buffers: where each round lies, and where its outcome goes."""
+        self._buffers = buffers
+
+        def captured(shape: RoundShape) -> TreeProgram:
+            return TreeProgram(shape, engines, buffers, allocate=allocate, make=make)
+
+        self.programs = CapturedPrograms(
+            captured, contexts, free_bytes=free_bytes, reserve_bytes=reserve_bytes
+        )
+
+    def decide(self, size: int) -> float:
+        """Over the buffers' tree of `size` drafts; returns the seconds. Raises EngineError."""
+        b = self._buffers
+        rows = int(b.target_lengths[0]) + size + 1
+        found = self.programs.program(batch=1, drafts=size, rows=rows)
+        found.fill(b)
+        seconds = found.run()
+        for name, kept in (
+            ("num_accepted", b.num_accepted),
+            ("next_token", b.next_token),
+            ("last_row", b.last_row),
+            ("new_lengths", b.new_lengths),
+        ):
+            kept[:] = found.arena[name]
+        return seconds
