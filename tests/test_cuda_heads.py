@@ -44,7 +44,8 @@ def _request(place: Path, kind: str, draft_backend: str | None) -> BuildRequest:
     )
 
 
-@pytest.fixture(scope="module", params=["eagle", "medusa"])
+# Medusa's way to the device is EAGLE's, its heads are tested elsewhere: a minute that can wait.
+@pytest.fixture(scope="module", params=["eagle", pytest.param("medusa", marks=pytest.mark.slow)])
 def bundle(
     request: pytest.FixtureRequest, kept_traces: None, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:

@@ -299,7 +299,12 @@ def test_what_it_does_not_build(
 
 
 @pytest.mark.parametrize(
-    "family", [f for f in FAMILIES if f.name in ("gpt2", "qwen3", "gemma2")], ids=lambda f: f.name
+    "family",
+    [
+        pytest.param(f, marks=pytest.mark.slow if f.name == "gemma2" else (), id=f.name)
+        for f in FAMILIES
+        if f.name in ("gpt2", "qwen3", "gemma2")
+    ],
 )
 def test_a_family_is_itself_without_a_size(family: Family, tmp_path: Path) -> None:
     """Learned positions and tanh's Gelu; norms of queries and keys; windows and soft caps."""
