@@ -1,7 +1,7 @@
 """Prompts measured by a few workers at once, which share the weights.
 
-Single rows keep few cores busy, and laws are worked out in NumPy between them; two streams with
-half of the threads each take less time than one with all. Each prompt is one worker's, from its
+Single rows keep few cores busy, and laws are worked out in NumPy between them: while one worker does
+the one, another does the other, each with its part of the threads. Each prompt is one worker's, from its
 first row to its last, so what is measured doesn't depend on who is first.
 """
 

@@ -79,7 +79,7 @@ class Subject:
 
     def captured(self) -> CapturedRounds:
         """Those that decoding launches; on the CPU, the calls one by one."""
-        if isinstance(self.rounds, WholeRounds):
+        if isinstance(self.rounds, WholeRounds) and self.rounds.captured is not None:
             return self.rounds.captured
         drafter = self.rounds.drafter
         assert isinstance(drafter, DraftModel)
