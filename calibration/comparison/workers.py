@@ -1,8 +1,8 @@
 """Prompts measured by a few workers at once, which share the weights.
 
-Single rows keep few cores busy, and laws are worked out in NumPy between them: while one worker does
-the one, another does the other, each with its part of the threads. Each prompt is one worker's, from its
-first row to its last, so what is measured doesn't depend on who is first.
+Single rows keep few cores busy, and laws are worked out in NumPy between them: while one worker
+does the one, another does the other, each with its part of the threads. A prompt is one worker's,
+from its first row to its last, so what is measured doesn't depend on who is first.
 """
 
 from __future__ import annotations
