@@ -7,15 +7,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+import numpy as np
+
 from engines.external_data import WeightStore
+from runtime.contract import CacheSpec
 from runtime.manifest import EagleDraft, Gate, ModelCard
 
+from . import gates
 from .checkpoint import Checkpoint
 from .draft_plan import PlanDefaults, States, WrittenDraft
 from .draft_vocabulary import DraftVocabulary, QOver
-from .eagle_gates import QShape, head_parity
-from .eagle_graph import write_fuse, write_head
+from .eagle_gates import HeadWeights, head_parity
+from .eagle_graph import fuse_precision, write_fuse, write_head
 from .eagle_head import EagleHead, open_eagle
+from .eagle_rows import HeadGraph, QShape, graph_rows, joined
 from .features import refuse_unsupported
 from .graphs import WrittenGraph
 from .limits import draft_context
@@ -88,7 +93,7 @@ class EagleDraftPlan(PlanDefaults):
             target_size=target_vocab, size=graph.vocab_size, d2t=self.head.d2t
         )
         return WrittenDraft(
-            card=self._card(graph),
+            card=self.card(graph.cache, self.precision),
             vocab_size=vocabulary.q_size(self.q_over),
             d2t=self.head.d2t if self.q_over is QOver.DRAFT else None,
             gates=lambda tokens, states: [
@@ -105,7 +110,8 @@ class EagleDraftPlan(PlanDefaults):
             return None
         return f"{home}:{self.precision.name}:{part.removesuffix('.table')}"
 
-    def _card(self, graph: WrittenGraph) -> EagleDraft:
+    def card(self, cache: CacheSpec, precision: gates.Rounding) -> EagleDraft:
+        """What the manifest says of the head, whose caches and weights are as built."""
         shapes = self.head.shapes()
         own = (size for name, size in shapes.items() if name not in self.head.borrowed)
         return EagleDraft(
@@ -116,9 +122,9 @@ class EagleDraftPlan(PlanDefaults):
                 revision=self.head.revision,
                 sha256=self.head.sha256,
                 parameters=sum(_count(size) for size in own),
-                precision=self.precision.name,
-                vocab_size=graph.vocab_size,
-                cache=graph.cache,
+                precision=precision.name,
+                vocab_size=self.head.vocab_size,
+                cache=cache,
             ),
             taps=self.taps,
             feature_width=feature_width(self.target.config, self.taps),
@@ -138,9 +144,33 @@ class EagleDraftPlan(PlanDefaults):
             size=vocabulary.q_size(self.q_over),
             columns=None if self.q_over is QOver.DRAFT else vocabulary.target_ids(),
         )
+        features = states(tokens)
         return head_parity(
-            self.head, graph, self.precision, rounded, onnx, list(tokens), states(tokens), shape
+            self.head,
+            HeadWeights(
+                layer=self.precision, fuse=fuse_precision(self.precision), rounded=rounded
+            ),
+            lambda: self._rows(graph, onnx, tokens, features, shape),
+            list(tokens),
+            features,
         )
+
+    def _rows(
+        self,
+        graph: WrittenGraph,
+        onnx: Path,
+        tokens: Sequence[int],
+        features: np.ndarray,
+        shape: QShape,
+    ) -> np.ndarray:
+        """Of the written graphs in f32 arithmetic."""
+        states, width = np.asarray(features[None], np.float32), self.head.config.hidden_size
+        if self.head.version == 3:
+            with gates.exact_arithmetic(onnx / "fuse.onnx") as variant:
+                states = joined(variant, states, width)
+        with gates.exact_arithmetic(onnx / "draft.onnx") as variant:
+            head = HeadGraph(variant, graph.cache, width, shape.size)
+            return graph_rows(head, tokens, states, shape)
 
 
 def _count(shape: tuple[int, ...]) -> int:

@@ -34,8 +34,17 @@ Finish = Callable[[ir.Model], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineGraph(WrittenGraph):
+class LoweredGraph:
     """`path`: what the engine is built from; `exact`: the same in f32, where a gate will run it."""
+
+    path: Path
+    exact: Path | None
+    rounded: frozenset[str]  # names of the weights that were quantized
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineGraph(WrittenGraph):
+    """The same of a graph with caches."""
 
     path: Path
     exact: Path | None
@@ -109,21 +118,45 @@ def _written(
     scratch: Path,
     finish: Finish = lambda _: None,
 ) -> EngineGraph:
+    made = write_lowered(
+        name, model, precision, scratch,
+        rounded=lambda exact: rounded_weights(exact, checkpoint),
+        eager_bytes=checkpoint.eager_bytes(),
+        finish=finish,
+    )  # fmt: skip
+    cache = replace(cache_spec(checkpoint.config, max_context), dtype=precision.cache_dtype)
+    return EngineGraph(
+        cache=cache, vocab_size=vocab_size, rounded=made.rounded, path=made.path, exact=made.exact
+    )
+
+
+def write_lowered(
+    name: str,
+    model: ir.Model,  # portable, its weights bound
+    precision: EnginePrecision,
+    scratch: Path,
+    *,
+    rounded: Callable[[ir.Model], frozenset[str]],
+    eager_bytes: int,
+    finish: Finish = lambda _: None,
+) -> LoweredGraph:
+    """Both graphs, the exact one where the eager model would fit beside it.
+
+    rounded: names, as the checkpoint has them, of a lowered graph's quantized weights. finish: what
+    is appended in f32, such as sampling. Raises BuildError.
+    """
     exact_path = None
-    rounded: frozenset[str] = frozenset()
-    if checkpoint.eager_bytes() <= gates.available_bytes():
+    names: frozenset[str] = frozenset()
+    if eager_bytes <= gates.available_bytes():
         exact = lower_exactly(model.clone(), precision.weights, precision.recipe_pass())
-        rounded = rounded_weights(exact, checkpoint)
+        names = rounded(exact)
         finish(exact)
         exact_path = save(exact, f"{name}.exact", WeightStore(directory=scratch))
     lower(model, precision.dtype, precision.weights, precision.recipe_pass())
     _check_quantized(name, model, precision)
     finish(model)
     path = save(model, name, WeightStore(directory=scratch))
-    cache = replace(cache_spec(checkpoint.config, max_context), dtype=precision.cache_dtype)
-    return EngineGraph(
-        cache=cache, vocab_size=vocab_size, rounded=rounded, path=path, exact=exact_path
-    )
+    return LoweredGraph(path=path, exact=exact_path, rounded=names)
 
 
 def _check_quantized(name: str, model: ir.Model, precision: EnginePrecision) -> None:

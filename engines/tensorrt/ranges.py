@@ -102,6 +102,44 @@ def branch_profiles(limits: Limits, context: int) -> tuple[Profile, ...]:
     return (_decoder("read", own, many, few), _decoder("grow", own, level, level))
 
 
+def eagle_profiles(limits: Limits, context: int) -> tuple[Profile, ...]:
+    """Pairs of committed tokens, all that are new in one call; and a step on the head's own state,
+    or the pairs of one round."""
+    many, one = _rows(context), Range.fixed(1)
+    few = replace(_verified(replace(limits, max_tree_nodes=0)), usual=1)
+    own = replace(
+        limits,
+        max_context=context,
+        max_draft_tokens=min(limits.max_draft_tokens, context - 1),
+        max_tree_nodes=0,
+    )
+    return (_decoder("prefill", own, many, one), _decoder("step", own, few, one))
+
+
+def fuse_profiles(limits: Limits, context: int) -> tuple[Profile, ...]:
+    """The states of as many rows as the head reads at once."""
+    few = _verified(replace(limits, max_tree_nodes=0))
+    ranges = {"batch": _batch(limits)}
+    return (
+        Profile(name="prefill", ranges={**ranges, "query_len": _rows(context)}),
+        Profile(name="verify", ranges={**ranges, "query_len": few}),
+    )
+
+
+def heads_profiles(limits: Limits) -> tuple[Profile, ...]:
+    """Medusa's, of one state, whose shapes are all fixed; and the tail that samples one draft."""
+    k = limits.max_draft_tokens
+    drafted = Range(least=0, usual=k // 2, most=k)
+    ranges = {"batch": _batch(limits), "query_len": Range.fixed(1), "drafted": drafted}
+    return (Profile(name="step", ranges=ranges),)
+
+
+def rank_profiles(limits: Limits, heads: int) -> tuple[Profile, ...]:
+    """What every one of Medusa's heads ranks first."""
+    ranges = {"batch": _batch(limits), "num_logits": Range.fixed(heads)}
+    return (Profile(name="rank", ranges=ranges),)
+
+
 def accept_profiles(limits: Limits) -> tuple[Profile, ...]:
     """The acceptance of 1 to k drafts, more in a tree.
 
@@ -111,6 +149,12 @@ def accept_profiles(limits: Limits) -> tuple[Profile, ...]:
     most = max(1, limits.max_draft_tokens, limits.max_tree_nodes)
     k = Range(least=1, usual=(most + 1) // 2, most=most)
     return (_accept("verify", limits, k),)
+
+
+def _rows(context: int) -> Range:
+    """Of one call that reads committed text."""
+    rows = min(PREFILL_ROWS, context)
+    return Range(least=1, usual=rows, most=rows)
 
 
 def _verified(limits: Limits) -> Range:
