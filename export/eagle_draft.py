@@ -147,9 +147,7 @@ class EagleDraftPlan(PlanDefaults):
         features = states(tokens)
         return head_parity(
             self.head,
-            HeadWeights(
-                layer=self.precision, fuse=fuse_precision(self.precision), rounded=rounded
-            ),
+            HeadWeights(layer=self.precision, fuse=fuse_precision(self.precision), rounded=rounded),
             lambda: self._rows(graph, onnx, tokens, features, shape),
             list(tokens),
             features,

@@ -2,7 +2,8 @@
 
 The graphs are written, held against the checkpoints on the CPU, built into plans, and dropped: what
 a machine with a GPU needs is in `engines/`. A draft may run on ONNX Runtime's CPU instead
-(`--draft-backend onnxruntime`); what crosses then is tokens and rows of q alone.
+(`--draft-backend onnxruntime`); what crosses then is tokens, rows of q and, of a head, the target's
+states.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from engines.tensorrt.ranges import (
     target_profiles,
 )
 from runtime.cards import ModelCard, ModelDraft
+from runtime.contract import branch_graph
 from runtime.errors import BuildError
 from runtime.manifest import EngineCard, Gate, Limits
 
@@ -37,6 +39,7 @@ from .engine_gates import (
     exact_logits,
     exact_probs,
     exact_states,
+    skipped,
     states_gates,
     target_gates,
 )
@@ -46,6 +49,7 @@ from .engine_graphs import (
     write_draft_graph,
     write_target_graph,
 )
+from .engine_heads import HeadPlan, head_name, write_engine_head
 from .engine_precision import EnginePrecision
 from .gates import Rounding
 from .graphs import write_accept
@@ -54,7 +58,7 @@ from .model_draft import ModelDraftPlan
 from .ngram_draft import NgramDraftPlan
 from .oracle import record
 from .precision import Precision
-from .ranking_gate import branch_gates
+from .ranking_gate import BranchInputs, branch_gates
 
 Progress = Callable[[str], None]
 
@@ -88,7 +92,7 @@ class WrittenEngines:
 
 def refuse_draft(draft: DraftPlan | None, asked: EngineBuild) -> None:
     """Raises BuildError for a drafter that engines can't carry yet."""
-    if draft is None or isinstance(draft, NgramDraftPlan | ModelDraftPlan):
+    if draft is None or isinstance(draft, NgramDraftPlan | ModelDraftPlan | HeadPlan):
         return
     if isinstance(draft, LayerSkipPlan):
         raise BuildError(
@@ -98,8 +102,8 @@ def refuse_draft(draft: DraftPlan | None, asked: EngineBuild) -> None:
     if asked.draft_backend != "onnxruntime":
         raise BuildError(
             f"--draft: received {draft.name} with --backend {asked.backend}. Expected a draft "
-            "model, ngram or none on engines; others run beside them on the CPU: add "
-            "--draft-backend onnxruntime."
+            "model, an EAGLE or Medusa head, ngram or none on engines; others run beside them on "
+            "the CPU: add --draft-backend onnxruntime."
         )
 
 
@@ -163,8 +167,11 @@ class _Builder:
         if draft is None:
             return None, lambda _: []
         target_vocab = target.vocab_size
-        if isinstance(draft, ModelDraftPlan) and self.asked.draft_backend != "onnxruntime":
+        on_engines = self.asked.draft_backend != "onnxruntime"
+        if on_engines and isinstance(draft, ModelDraftPlan):
             return self._model_draft(draft, target_vocab)
+        if on_engines and isinstance(draft, HeadPlan):
+            return self._head(draft, target)
         self._progress(f"writing the draft, {draft.name}")
         self._onnx.mkdir()
         store = WeightStore(directory=self._onnx)
@@ -194,7 +201,8 @@ class _Builder:
             found = draft_gates(model, graph, precision, vocabulary, tokens)
             self.plan("draft", graph.path, draft_profiles(self.limits, draft.context))
             if branch is not None:
-                found += branch_gates(branch, self._draft_probs(tokens), vocabulary, tokens)
+                given = BranchInputs(tokens=tokens, spec=branch_graph(branch.exact_cache))
+                found += branch_gates(branch, self._draft_probs(tokens), vocabulary, given)
                 self.plan("branch", branch.path, branch_profiles(self.limits, draft.context))
             return found
 
@@ -205,6 +213,29 @@ class _Builder:
             gates=lambda tokens, _: gates(list(tokens)),
         )
         return written, gates
+
+    def _head(
+        self, draft: HeadPlan, target: EngineGraph
+    ) -> tuple[WrittenDraft, Callable[[list[int]], list[Gate]]]:
+        """What reads the target's states, beside it on the device."""
+        precision = self.asked.draft_precision
+        self._progress(f"writing the draft, {head_name(draft)}, {precision.name}")
+        made = write_engine_head(
+            draft, precision, self.limits, self.scratch, target_vocab=target.vocab_size
+        )
+        states = partial(exact_states, target)
+        if target.exact is not None:
+            self._draft_probs = lambda tokens: made.law(tokens, states)
+
+        def gates(tokens: list[int]) -> list[Gate]:
+            found = [skipped("draft parity", draft.target)]
+            if target.exact is not None:
+                found = made.gates(tokens, states)
+            for order in made.orders:
+                self.plan(order.name, order.path, order.profiles)
+            return found
+
+        return made.written, gates
 
     def _branch(self, draft: ModelDraftPlan, vocabulary: DraftVocabulary) -> EngineGraph:
         """Its weights are the draft's, in a plan of their own."""

@@ -96,23 +96,28 @@ class MedusaDraftPlan:
     def write(
         self, onnx: Path, store: WeightStore, *, target_vocab: int, trees: bool
     ) -> WrittenDraft:
-        model = simplify(self._traced())
-        bind_weights(model, self._load)
+        model = self.portable()
         lower(model, self.precision.quantizer())
         rounded = rounded_names(model)
         save(model, "heads", store, share=self._shared)
-        size, d2t = self.heads.vocab_size, self._ascending()
+        size, d2t = self.heads.vocab_size, self.ascending()
         tail = tail_model(size, d2t, vocab_size=target_vocab, q_over=self.q_over)
         save(tail, "tail", store)
         if trees:
             save(rank_model(size, d2t, target_vocab), "rank", store)
         vocabulary = DraftVocabulary(target_size=target_vocab, size=size, d2t=d2t)
         return WrittenDraft(
-            card=self._card(),
+            card=self.card(self.precision),
             vocab_size=vocabulary.q_size(self.q_over),
             d2t=d2t if self.q_over is QOver.DRAFT else None,
             gates=lambda tokens, states: [self._parity(onnx, rounded, states(tokens))],
         )
+
+    def portable(self) -> ir.Model:
+        """All heads as one graph, in f32, with its weights to come."""
+        model = simplify(self._traced())
+        bind_weights(model, self.load)
+        return model
 
     def _traced(self) -> ir.Model:
         axes = {0: torch.export.Dim("batch", min=1, max=1024)}
@@ -128,14 +133,14 @@ class MedusaDraftPlan:
             )
         return cleaned(program.model)
 
-    def _ascending(self) -> np.ndarray | None:
+    def ascending(self) -> np.ndarray | None:
         """d2t of the rows by ascending target id, as a bundle wants them."""
         if self.heads.d2t is None:
             return None
         ids = np.sort(np.arange(self.heads.vocab_size) + self.heads.d2t)
         return ids - np.arange(len(ids))
 
-    def _load(self, name: str) -> np.ndarray:
+    def load(self, name: str) -> np.ndarray:
         if name == OUTPUT:
             return self.target.load(str(self.target.find(OUTPUT)))
         value = self.heads.load(name)
@@ -154,7 +159,11 @@ class MedusaDraftPlan:
             return None
         return f"{home}:{self.precision.name}:{part.removesuffix('.table')}"
 
-    def _card(self) -> MedusaDraft:
+    def eager_bytes(self) -> int:
+        return 4 * sum(int(np.prod(shape)) for shape in self.heads.shapes().values())
+
+    def card(self, precision: gates.Rounding) -> MedusaDraft:
+        """What the manifest says of the heads, whose weights are as built."""
         heads = self.heads
         kept = tuple(f"heads.{i}." for i in range(self.count))
         sizes = (np.prod(s) for name, s in heads.shapes().items() if name.startswith(kept))
@@ -163,38 +172,55 @@ class MedusaDraftPlan:
             revision=heads.revision,
             sha256=heads.sha256,
             parameters=int(sum(sizes)),
-            precision=self.precision.name,
+            precision=precision.name,
             num_heads=self.count,
             vocab_size=heads.vocab_size,
             feature_width=heads.hidden_size,
         )
 
     def _parity(self, onnx: Path, rounded: frozenset[str], rows: np.ndarray) -> Gate:
-        """All heads in f32 arithmetic on the target's states, against the eager ones."""
         states = rows[:, None]  # a row a batch
-        graph, eager = self._graph_rows(onnx, states), self._eager_rows(rounded, states)
-        error = gates.relative_error(graph, eager)
-        figures: gates.Figures = {"relative_error": error, "limit": EAGER, "rows": len(rows)}
-        if not error <= EAGER:
-            raise GateFailed(
-                f"gate draft parity: received a relative error of {error:.3g} against the eager "
-                f"heads with the same weights. Expected at most {EAGER:g}; these heads aren't "
-                "exported rightly: please report them with their config.json."
-            )
-        return Gate(name="draft parity", status="passed", figures=figures)
-
-    def _graph_rows(self, onnx: Path, states: np.ndarray) -> np.ndarray:
-        logits = np.zeros((len(states), self.count, self.heads.vocab_size), np.float32)
         with gates.exact_arithmetic(onnx / "heads.onnx") as variant:
-            heads = Executor.load(variant, heads_graph(), EngineOptions(spin=False))
-            heads.bind({"features": states}, {"head_logits": logits}).run()
-        return logits
+            graph = heads_rows(self, variant, states, EngineOptions(spin=False))
+        return heads_parity(self, self.precision, rounded, graph, states)
 
-    @torch.inference_mode()
-    def _eager_rows(self, rounded: frozenset[str], states: np.ndarray) -> np.ndarray:
-        module = MedusaModule(self.heads, self.count)
-        for name, parameter in module.named_parameters():
-            value = self._load(name)
-            value = self.precision.rounded(value) if name in rounded else value
-            parameter.copy_(torch.from_numpy(value))
-        return module(torch.from_numpy(states)).numpy()
+
+def heads_parity(
+    draft: MedusaDraftPlan,
+    precision: gates.Rounding,
+    rounded: frozenset[str],
+    graph: np.ndarray,  # [n, heads, D] of the written graph in f32 arithmetic, on `states`
+    states: np.ndarray,  # [n, 1, H]
+) -> Gate:
+    """All heads on the target's states, against the eager ones. Raises GateFailed."""
+    error = gates.relative_error(graph, _eager_rows(draft, precision, rounded, states))
+    figures: gates.Figures = {"relative_error": error, "limit": EAGER, "rows": len(states)}
+    if not error <= EAGER:
+        raise GateFailed(
+            f"gate draft parity: received a relative error of {error:.3g} against the eager "
+            f"heads with the same weights. Expected at most {EAGER:g}; these heads aren't "
+            "exported rightly: please report them with their config.json."
+        )
+    return Gate(name="draft parity", status="passed", figures=figures)
+
+
+def heads_rows(
+    draft: MedusaDraftPlan, path: Path, states: np.ndarray, options: EngineOptions
+) -> np.ndarray:
+    """Of the graph at `path`: [n, heads, D]."""
+    logits = np.zeros((len(states), draft.count, draft.heads.vocab_size), np.float32)
+    heads = Executor.load(path, heads_graph(), options)
+    heads.bind({"features": states}, {"head_logits": logits}).run()
+    return logits
+
+
+@torch.inference_mode()
+def _eager_rows(
+    draft: MedusaDraftPlan, precision: gates.Rounding, rounded: frozenset[str], states: np.ndarray
+) -> np.ndarray:
+    module = MedusaModule(draft.heads, draft.count)
+    for name, parameter in module.named_parameters():
+        value = draft.load(name)
+        value = precision.rounded(value, name) if name in rounded else value
+        parameter.copy_(torch.from_numpy(value))
+    return np.asarray(module(torch.from_numpy(states)).numpy())

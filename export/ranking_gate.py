@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from runtime.contract import BRANCH_WIDTH, branch_graph
+from runtime.contract import BRANCH_WIDTH, GraphSpec
 from runtime.engine_contract import engine_spec
 from runtime.errors import GateFailed
 from runtime.executor import Executor, cache_buffers
@@ -23,8 +24,18 @@ from .tolerances import ROWS
 Array = np.ndarray
 
 
+@dataclass(frozen=True, kw_only=True)
+class BranchInputs:
+    """What the graph reads of a chain; inputs, outputs: besides those of a draft model's."""
+
+    tokens: Sequence[int]
+    spec: GraphSpec
+    inputs: Mapping[str, Array] = field(default_factory=dict)
+    outputs: Mapping[str, Array] = field(default_factory=dict)
+
+
 def branch_gates(
-    graph: EngineGraph, probs: Array | None, vocabulary: DraftVocabulary, tokens: Sequence[int]
+    graph: EngineGraph, probs: Array | None, vocabulary: DraftVocabulary, given: BranchInputs
 ) -> list[Gate]:
     """What is ranked first behind a chain is what `probs`, the draft's own q behind each token,
     has as its largest. Raises GateFailed."""
@@ -37,16 +48,17 @@ def branch_gates(
     }
     past = cache_buffers(graph.exact_cache.past(), graph.exact_cache.shape(1))
     inputs: dict[str, Any] = {
-        "input_ids": np.array([tokens[:count]], np.int64),
+        "input_ids": np.array([given.tokens[:count]], np.int64),
         "past_lengths": np.zeros(1, np.int32),
         "logit_slots": np.zeros(count, np.int32),
         "context_slots": np.zeros(count, np.int32),
         **chain_inputs(count),
+        **given.inputs,
         **past,
     }
     present = {name.replace("past_key_values", "present"): one for name, one in past.items()}
-    executor = Executor.load(graph.exact, engine_spec(branch_graph(graph.exact_cache)), AS_WRITTEN)
-    executor.bind(inputs, {**tops, **present}).run()
+    executor = Executor.load(graph.exact, engine_spec(given.spec), AS_WRITTEN)
+    executor.bind(inputs, {**tops, **given.outputs, **present}).run()
     ids = vocabulary.target_ids()[: probs.shape[1]]
     return [ranking(tops["top_tokens"][0], tops["top_probs"][0], probs, ids)]
 
