@@ -1,7 +1,8 @@
 """Opens the graphs of a bundle of engines: plans on the GPU, a draft's graph where it runs.
 
 Placement: with `--draft-backend onnxruntime` the draft is ONNX Runtime's, on the CPU. Its tokens
-and its rows of q cross to the GPU where accept reads them; nothing else does.
+and its rows of q cross to the GPU where accept reads them, of a head the target's states to it;
+nothing else does.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ..buffers import RoundBuffers
 from ..captured_programs import Program
 from ..captured_round import Bound, CapturedRounds, RoundEngines
 from ..captured_tree import CapturedTrees, TreeEngines
-from ..contract import DRAFT_PROBS, DRAFT_STEP_PROBS, LOGITS, GraphSpec
+from ..contract import GraphSpec
 from ..draft_model import DraftModel
 from ..drafter import Drafter
 from ..engine_contract import context_buckets
@@ -30,6 +31,7 @@ from ..whole_rounds import WholeRounds
 from .call import CudaCall
 from .device import Device
 from .executor import CudaExecutor
+from .residents import resident_tensors
 
 Array = NDArray[Any]
 RESERVE_BYTES = 512 << 20  # that captures leave free on the device
@@ -49,16 +51,12 @@ class EngineGraphs:
         card = manifest.engines
         assert card is not None
         self._draft_on_gpu = card.draft_backend == card.package
-        plans = [name for name in manifest.files if name.startswith("engines/draft")]
-        # Of what only engines touch, nothing is copied; a lookup's q is written by the host.
-        self._resident = frozenset(
-            {LOGITS.name, *((DRAFT_PROBS.name, DRAFT_STEP_PROBS.name) if plans else ())}
-        )
 
     def open(self, name: str, spec: GraphSpec, options: EngineOptions) -> Executor:
         if name in _TARGETS_OWN or self._draft_on_gpu:
             plan = self._path / "engines" / f"{name}.plan"
-            executor = CudaExecutor.load(self.device, plan, spec, self._resident)
+            resident = resident_tensors(name, self._manifest)
+            executor = CudaExecutor.load(self.device, plan, spec, resident)
             self._executors[name] = executor
             # The same protocol; the steps bind and run it as they do ONNX Runtime's.
             return cast(Executor, executor)
