@@ -21,8 +21,10 @@ from safetensors.torch import save_file
 from tiny_checkpoints import VOCAB, edit_json, llama_config, random_model, tokenizer
 from transformers import PretrainedConfig, PreTrainedModel
 
-from export import graphs
+from export import eagle_engine, eagle_graph, graphs
 from export.build import BuildRequest, build
+from export.eagle_head import EagleHead
+from export.eagle_trace import trace_head
 from export.portable import make_portable
 from export.trace import trace_decoder
 
@@ -117,7 +119,19 @@ def keep_traces(monkeypatch: pytest.MonkeyPatch) -> None:
         configs[text] = config
         return portable(text, max_context, head_rows, tuple(taps), trees).clone()
 
+    heads: dict[str, ir.Model] = {}
+
+    def head(given: EagleHead, max_context: int, *, trees: bool = False) -> ir.Model:
+        values = {**vars(given), "config": given.config.to_json_string(), "shapes": given.shapes()}
+        kept = {k: v for k, v in values.items() if k not in ("name", "sha256", "tensors", "d2t")}
+        key = repr((kept, max_context, trees))
+        if key not in heads:
+            heads[key] = trace_head(given, max_context, trees=trees)
+        return heads[key].clone()
+
     configs: dict[str, PretrainedConfig] = {}
+    for module in (eagle_graph, eagle_engine):
+        monkeypatch.setattr(module, "trace_head", head)
     monkeypatch.setattr(graphs, "trace_decoder", trace)
     monkeypatch.setattr(graphs, "make_portable", lambda model: model)
 
