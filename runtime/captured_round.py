@@ -2,8 +2,9 @@
 
 Nothing of a call is in the program but its shapes: tokens, lengths, uniforms and the sampling
 parameters are tensors of one arena, which the host fills before each launch. The first draft step
-always reads the last two tokens: where the draft knows the first of them already, it writes the
-same row again, and a round has one form whether all drafts were accepted before or not.
+always reads the last `lead` tokens, two for a draft model: where the draft knows the first of them
+already, it writes the same row again, and a round has one form whether all drafts were accepted
+before or not.
 
 For requests without adjustments and constraints, whose tables nothing reads then; others take the
 steps one by one (`runtime.round`). Invariant: every host field is written before every launch.
@@ -76,8 +77,8 @@ def sequentially(calls: Sequence[Bound], _context: int, _up: Array, _down: Array
 class RoundInputs:
     """What one round is told: all that may differ from the one before.
 
-    tokens: the committed ones, at least two. draft_rows: rows of the draft's cache that stand for
-    all of them but the last two, which it must have read (`DraftModel.catch_up`).
+    tokens: the committed ones, at least `lead`. draft_rows: rows of the draft's cache that stand
+    for all of them but those that the first step reads (`DraftModel.catch_up`).
     """
 
     tokens: Sequence[int]
@@ -86,10 +87,10 @@ class RoundInputs:
     params: SamplingParams
 
     def fill(self, arena: Arena, k: int, vocab: int) -> None:
-        """Write every host field, and the block's first two tokens."""
-        committed = len(self.tokens)
+        """Write every host field, and the block's committed tokens."""
+        committed, lead = len(self.tokens), arena["block"].shape[1] - k
         arena["target_lengths"][0] = committed - 1
-        arena["draft_lengths"][:] = self.draft_rows + 1 + np.arange(k)
+        arena["draft_lengths"][:] = self.draft_rows + lead - 1 + np.arange(k)
         arena["draft_lengths"][:1] = self.draft_rows
         here = slice(committed, committed + k)
         arena["draft_uniforms"][:] = self.uniforms[DRAFT, here]
@@ -99,7 +100,10 @@ class RoundInputs:
         arena["top_k"][0] = min(self.params.top_k, vocab)
         arena["top_p"][0] = max(self.params.top_p, LEAST_TOP_P)
         arena["min_p"][0] = self.params.min_p
-        arena["block"][0, :2] = self.tokens[-2:]
+        arena["block"][0, :lead] = self.tokens[-lead:]
+
+    def keep(self, arena: Arena) -> None:
+        """Of what a launch left, all that later rounds read beside the caches."""
 
 
 class RoundProgram:
@@ -121,54 +125,76 @@ class RoundProgram:
         make: MakeProgram,
     ) -> None:
         self.shape = shape
-        self.arena = _arena(shape.drafts, allocate)
+        self.lead = self.leading(shape.drafts)
         self._engines = engines
+        self.arena = self._arena(shape.drafts, allocate)
         self._chain = TreeBuffers.of(Tree.chain(shape.drafts))
         self._tables = neutral_tables(vocab, shape.drafts + 1)
         self._logits = np.zeros((1, shape.drafts + 1, vocab), np.float32)
         self._q = np.zeros((1, shape.drafts, draft_vocab), np.float32)
         inputs.fill(self.arena, shape.drafts, vocab)
-        calls = [*map(self._draft, range(shape.drafts)), self._verify(), self._accept()]
+        drafts = map(self._draft, range(shape.drafts))
+        calls = [*self._before(), *drafts, self._verify(), self._accept()]
         self._program = make(calls, shape.context, self.arena.up, self.arena.down)
 
     def run(self) -> float:
         return self._program.run()
 
+    @staticmethod
+    def leading(drafts: int) -> int:
+        """Committed tokens that the first step reads."""
+        return 2
+
     def _draft(self, step: int) -> Bound:
-        a = self.arena
+        a, lead = self.arena, self.lead
+        end = lead + step
         inputs = {
-            "input_ids": a["block"][:, :2] if step == 0 else a["block"][:, step + 1 : step + 2],
+            "input_ids": a["block"][:, :lead] if step == 0 else a["block"][:, end - 1 : end],
             "past_lengths": a["draft_lengths"][step : step + 1],
             "draft_uniforms": a["draft_uniforms"][step : step + 1],
-            "drafted_tokens": a["block"][:, 2 : 2 + step],
+            "drafted_tokens": a["block"][:, lead:end],
             "allowed_tokens": self._tables["allowed_tokens"][:, :1],
             **self._sampling(),
             **self._engines.draft_caches,
         }
         outputs = {
-            "draft_token": a["block"][:, step + 2 : step + 3],
+            "draft_token": a["block"][:, end : end + 1],
             "draft_step_probs": self._q[:, step : step + 1],
             **present(self._engines.draft_caches),
         }
-        return self._engines.draft.bind(inputs, outputs)
+        more_inputs, more_outputs = self._states(step)
+        return self._engines.draft.bind({**inputs, **more_inputs}, {**outputs, **more_outputs})
+
+    def _states(self, step: int) -> tuple[Buffers, Buffers]:
+        """What a head's step reads and gives besides a draft model's."""
+        return {}, {}
+
+    def _features(self) -> Buffers:
+        """What the target gives for a head."""
+        return {}
+
+    def _before(self) -> list[Bound]:
+        """Calls that the first step waits for."""
+        return []
 
     def _verify(self) -> Bound:
         rows = self.shape.drafts + 1
         inputs = {
-            "input_ids": self.arena["block"][:, 1 : 1 + rows],
+            "input_ids": self.arena["block"][:, self.lead - 1 :],
             "past_lengths": self.arena["target_lengths"],
             "num_logits": np.array(rows, np.int64),
             **chain_inputs(rows),
             **self._engines.target_caches,
         }
-        outputs = {"logits": self._logits, **present(self._engines.target_caches)}
+        caches = present(self._engines.target_caches)
+        outputs = {"logits": self._logits, **caches, **self._features()}
         return self._engines.target.bind(inputs, outputs)
 
     def _accept(self) -> Bound:
         a = self.arena
         inputs = {
             "logits": self._logits,
-            "draft_tokens": a["block"][:, 2:],
+            "draft_tokens": a["block"][:, self.lead :],
             "draft_probs": self._q,
             "parents": self._chain.parents,
             "q_rows": np.arange(self.shape.drafts)[None],
@@ -180,6 +206,10 @@ class RoundProgram:
             **self._sampling(),
         }
         return self._engines.accept.bind(inputs, {one.name: a[one.name] for one in DECIDED})
+
+    def _arena(self, k: int, allocate: Allocate) -> Arena:
+        block = Field(name="block", shape=(1, self.lead + k), dtype=np.int64)
+        return Arena(host=host_fields(k), shared=(block,), round=DECIDED, allocate=allocate)
 
     def _sampling(self) -> dict[str, Array]:
         """Parameters from the arena; tables that stay neutral for good."""
@@ -202,20 +232,15 @@ DECIDED = (
 )
 
 
-def _arena(k: int, allocate: Allocate) -> Arena:
-    f32, i32, i64 = np.float32, np.int32, np.int64
-    return Arena(
-        host=(
-            Field(name="target_lengths", shape=(1,), dtype=i32),
-            Field(name="draft_lengths", shape=(k,), dtype=i32),
-            Field(name="draft_uniforms", shape=(k,), dtype=f32),
-            Field(name="accept_uniforms", shape=(1, k), dtype=f32),
-            Field(name="draw_uniforms", shape=(1, k + 1), dtype=f32),
-            *PARAMETERS,
-        ),
-        shared=(Field(name="block", shape=(1, k + 2), dtype=i64),),
-        round=DECIDED,
-        allocate=allocate,
+def host_fields(k: int) -> tuple[Field, ...]:
+    f32, i32 = np.float32, np.int32
+    return (
+        Field(name="target_lengths", shape=(1,), dtype=i32),
+        Field(name="draft_lengths", shape=(k,), dtype=i32),
+        Field(name="draft_uniforms", shape=(k,), dtype=f32),
+        Field(name="accept_uniforms", shape=(1, k), dtype=f32),
+        Field(name="draw_uniforms", shape=(1, k + 1), dtype=f32),
+        *PARAMETERS,
     )
 
 
@@ -252,14 +277,16 @@ class CapturedRounds:
         reserve_bytes: int = 0,
         allocate: Allocate,
         make: MakeProgram,
+        program: type[RoundProgram] = RoundProgram,
     ) -> None:
+        """program: another for heads (`runtime.captured_head`)."""
         self._vocab = vocab
         self._inputs: RoundInputs | None = None  # of the round that is about to run
 
         def captured(shape: RoundShape) -> RoundProgram:
             if self._inputs is None:
                 raise EngineError("a program was asked for without a round. Expected `run`.")
-            return RoundProgram(
+            return program(
                 shape, engines, self._inputs, vocab=vocab, draft_vocab=draft_vocab,
                 allocate=allocate, make=make,
             )  # fmt: skip
@@ -275,9 +302,10 @@ class CapturedRounds:
         found = self.programs.program(batch=1, drafts=k, rows=rows)
         inputs.fill(found.arena, k, self._vocab)
         seconds = found.run()
-        arena = found.arena
+        arena, lead = found.arena, found.lead
+        inputs.keep(arena)
         accepted = int(arena["num_accepted"][0])
-        drafts = arena["block"][0, 2 : 2 + accepted].tolist()
+        drafts = arena["block"][0, lead : lead + accepted].tolist()
         return Outcome(
             num_drafted=k,
             num_accepted=accepted,

@@ -60,7 +60,7 @@ class EagleDrafter:
         self._head = head
         self._fuse = fuse
         self.state_width = state_width
-        self._features = features
+        self.features = features
         self._buffers = buffers
         self.window = DraftWindow(buffers.draft_lengths, cache.max_context)
         self.caches = cache_buffers(cache.past(), cache.shape(1))
@@ -112,10 +112,22 @@ class EagleDrafter:
         self.window.rows = read
         return Proposal(num_drafted=drafted, seconds=seconds)
 
+    def catch_up(self, tokens: Sequence[int], k: int) -> bool:
+        """Have read all but the pairs of the last k + 1 tokens at most, with room for k drafts; no
+        where the cache holds fewer pairs behind its window's start than that."""
+        pairs = len(tokens) - 1
+        self.window.make_room(pairs, k)
+        first = pairs - (k + 1)  # that a round of k drafts reads itself
+        if first < self.window.base:
+            return False
+        if self.window.end < first:
+            self._read(tokens[self.window.end + 1 : first + 1])
+        return True
+
     def states(self, start: int, count: int) -> tuple[Array, float]:
         """The states of the target's rows from `start`, joined, and the seconds: [1, count, H]."""
         call = self._reading(count)
-        self._features.copy(start, call.features)
+        self.features.copy(start, call.features)
         return self._fused[:, :count], call.fuse.run() if call.fuse else 0.0
 
     def _reading(self, count: int) -> _Read:
@@ -128,7 +140,7 @@ class EagleDrafter:
         count = len(token_ids)
         call = self._reading(count)
         call.token_ids[0] = token_ids
-        self._features.copy(self.window.end, call.features)
+        self.features.copy(self.window.end, call.features)
         seconds = call.run()
         self.window.rows += count
         return seconds

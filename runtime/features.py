@@ -32,12 +32,16 @@ class FeatureStore:
 
     def keep(self, start: int, rows: int) -> None:
         """A call has written its output, for cache rows `start` …; keep what fits the context."""
-        end = min(start + rows, len(self._rows))
-        self._rows[start:end] = self._output[0, : end - start]
+        self.put(start, self.output(rows))
 
     def keep_rows(self, start: int, rows: Sequence[int]) -> None:
         """The same for some of the rows of a tree, which follow one another."""
         self._rows[start : start + len(rows)] = self._output[0, list(rows)]
+
+    def put(self, start: int, rows: Array) -> None:
+        """Rows [1, n, width] that another call than ours gave, for cache rows `start` …"""
+        end = min(start + rows.shape[1], len(self._rows))
+        self._rows[start:end] = rows[0, : end - start]
 
     def copy(self, start: int, into: Array) -> None:
         """Rows `start` … into `into` [1, rows, width]."""

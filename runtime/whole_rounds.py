@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 
 from .accept import AcceptStep
 from .buffers import RoundBuffers
-from .captured_round import CapturedRounds, RoundInputs
+from .captured_round import CapturedRounds
 from .captured_tree import CapturedTrees
-from .draft_model import DraftModel
 from .drafter import Drafter, Propose
 from .matcher import Matcher
 from .outcome import Outcome
+from .prepared_round import prepared, settle
 from .round import Rounds
 from .sampling import SamplingParams
 from .target import TargetStep
@@ -43,7 +43,8 @@ class WholeRounds(Rounds):
         trees: CapturedTrees | None,
         max_context: int,
     ) -> None:
-        """captured: of a draft model beside the target; None: chains take the steps."""
+        """captured: of a draft model or an EAGLE head beside the target; None: chains take the
+        steps."""
         super().__init__(buffers, target, drafter, accept, brancher)
         self.captured = captured
         self.trees = trees
@@ -64,23 +65,15 @@ class WholeRounds(Rounds):
     def run(
         self, tokens: list[int], k: int, uniforms: NDArray[Any], propose: Propose | None = None
     ) -> Outcome:
-        model = self.drafter
-        if self.captured is None or not isinstance(model, DraftModel) or propose is not None:
+        if self.captured is None or propose is not None or not self._is_whole(tokens, k):
             return super().run(tokens, k, uniforms, propose)
-        if not self._is_whole(tokens, k):
+        inputs = prepared(self.drafter, tokens, k, uniforms, self._params)
+        if inputs is None or self.drafter is None:
             return super().run(tokens, k, uniforms)
-        model.catch_up(tokens, k)
-        window, committed = model.window, len(tokens)
-        inputs = RoundInputs(
-            tokens=tokens,
-            draft_rows=committed - 2 - window.base,
-            uniforms=uniforms,
-            params=self._params,
-        )
         outcome = self.captured.run(inputs, k)
-        window.rows = committed - window.base + k - 1
-        self.target.length = committed + outcome.num_accepted
-        model.rollback(self.target.length)
+        settle(self.drafter, len(tokens), k)
+        self.target.length = len(tokens) + outcome.num_accepted
+        self.drafter.rollback(self.target.length)
         return outcome
 
     def _decide_tree(self, size: int) -> tuple[float, float]:

@@ -198,7 +198,7 @@ def test_a_lowered_graph_is_the_portable_one(
     typed = _run(written(lowered, "typed", tmp_path), case.calls)
     for a, b in zip(typed, expected, strict=True):
         assert a.dtype == b.dtype == np.float32, "the contract's types"
-        assert 1e-6 < relative_error(a, b) < ROUNDING
+        assert relative_error(a, b) < ROUNDING
 
 
 def _engine_head(plan: Plan, name: str, scratch: Path) -> EngineHead:

@@ -15,12 +15,14 @@ from numpy.typing import NDArray
 
 from ..accept import AcceptStep
 from ..buffers import RoundBuffers
+from ..captured_head import HeadEngines, HeadProgram
 from ..captured_programs import Program
-from ..captured_round import Bound, CapturedRounds, RoundEngines
+from ..captured_round import Bound, CapturedRounds, RoundEngines, RoundProgram
 from ..captured_tree import CapturedTrees, TreeEngines
 from ..contract import GraphSpec
 from ..draft_model import DraftModel
 from ..drafter import Drafter
+from ..eagle_drafter import EagleDrafter
 from ..engine_contract import context_buckets
 from ..executor import EngineOptions, Executor
 from ..manifest import Manifest
@@ -72,10 +74,11 @@ class EngineGraphs:
     ) -> Rounds:
         """Launched whole where the draft's engine is beside the target's, trees from any drafter.
 
-        What reads the target's states takes the steps, between which they come to the host.
+        Medusa's heads, and trees of what reads the target's states, take the steps, between which
+        states come to the host.
         """
         limits, captured, trees = self._manifest.limits, None, None
-        if isinstance(drafter, DraftModel) and "draft" in self._executors:
+        if isinstance(drafter, DraftModel | EagleDrafter) and "draft" in self._executors:
             captured = self._captured(target, drafter)
         if limits.max_tree_nodes and target.features is None:
             trees = self._trees(target, buffers)
@@ -84,7 +87,7 @@ class EngineGraphs:
             captured=captured, trees=trees, max_context=limits.max_context,
         )  # fmt: skip
 
-    def _captured(self, target: TargetStep, drafter: DraftModel) -> CapturedRounds:
+    def _captured(self, target: TargetStep, drafter: DraftModel | EagleDrafter) -> CapturedRounds:
         executors = self._executors
         engines = RoundEngines(
             target=executors["target"],
@@ -93,6 +96,13 @@ class EngineGraphs:
             target_caches=target.caches,
             draft_caches=drafter.caches,
         )
+        if isinstance(drafter, EagleDrafter):
+            engines = HeadEngines(
+                **vars(engines),
+                fuse=executors.get("fuse"),
+                feature_width=drafter.features.width,
+                state_width=drafter.state_width,
+            )
         return CapturedRounds(
             engines,
             vocab=self._manifest.target.vocab_size,
@@ -102,6 +112,7 @@ class EngineGraphs:
             reserve_bytes=RESERVE_BYTES,
             allocate=self.device.memory.pinned,
             make=self._make,
+            program=HeadProgram if isinstance(drafter, EagleDrafter) else RoundProgram,
         )
 
     def _trees(self, target: TargetStep, buffers: RoundBuffers) -> CapturedTrees:
