@@ -17,11 +17,11 @@ from .captured_tree import CapturedTrees
 from .drafter import Drafter, Propose
 from .matcher import Matcher
 from .outcome import Outcome
-from .prepared_round import prepared, settle
 from .round import Rounds
 from .sampling import SamplingParams
 from .target import TargetStep
 from .tree_shape import Brancher
+from .whole_chain import prepared, settle
 
 
 class WholeRounds(Rounds):

@@ -21,6 +21,7 @@ from tiny_heads import (
 KINDS = ("eagle3", "eagle1", "medusa")
 LAYERS = 4  # of the target
 ATTENTION = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+CONTEXT = 96  # of the target; a head knows 64 positions
 SMALL = 0.15  # of EAGLE-1's weights: it has no norms, and fp16 must bear its states
 
 

@@ -6,6 +6,8 @@ Runtime's backend drafts, and that the text stays the target's.
 
 from __future__ import annotations
 
+import gc
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,40 +17,33 @@ import numpy as np
 import pytest
 from helpers_build import K
 from helpers_cuda import VERSION, FakeCuda, fake_plan, use_fake_device
-from tiny_checkpoints import llama_config, save
-from tiny_heads import (
-    HIDDEN,
-    eagle1_config,
-    eagle1_state,
-    eagle3_state,
-    maps,
-    medusa_config,
-    medusa_state,
-    published_config,
-    write_head,
-)
+from helpers_heads import CONTEXT, KINDS, save_head, save_target
 
 from engines.tensorrt import ranges
 from export import engine_bundle
 from export.build import BuildRequest, build
 from runtime import Decoder, SamplingParams, engine_contract
 from runtime.bundle import Bundle
+from runtime.eagle_drafter import EagleDrafter
 from runtime.engine import load_rounds, open_graphs
 from runtime.executor import EngineOptions
+from runtime.features import FeatureStore
 from runtime.round import Rounds
 from runtime.tree_shape import parse_tree
 from runtime.uniforms import uniform_table
+from runtime.whole_rounds import WholeRounds
+from scripts.gpu import steps
+from scripts.gpu.check import run_step
+from scripts.gpu.steps import STEPS, Check
 
 pytest.importorskip(
     "tensorrt_rtx", reason="tensorrt-rtx isn't installed: pip install tensorrt-rtx-cu13"
 )
 
-KINDS = ("eagle3", "eagle1", "medusa")
 PROMPT = "the hand and the quick hand and the quick"
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=24, ignore_eos=True, temperature=0.9)
-CONTEXT, NODES = 96, 14
-SMALL = 0.15  # of weights, so that fp16 bears the states of a head without norms
+NODES = 14
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,22 +54,10 @@ class Pair:
     cpu: Path
 
 
-def _head(kind: str, place: Path) -> str:
-    if kind == "medusa":
-        file = "medusa_lm_head.safetensors"
-        return str(write_head(place / kind, medusa_config(), medusa_state(), file))
-    if kind == "eagle3":
-        return str(write_head(place / kind, published_config(), eagle3_state() | maps()))
-    state = {name: SMALL * value for name, value in eagle1_state().items()}
-    return str(write_head(place / kind, eagle1_config(), state))
-
-
 def _request(place: Path, kind: str, **changes: Any) -> BuildRequest:
-    target = place / "target"
-    save(target, llama_config(hidden_size=HIDDEN, num_hidden_layers=7))
     asked = BuildRequest(
-        target=str(target),
-        draft=_head(kind, place),
+        target=str(save_target(place)),
+        draft=str(save_head(kind, place)),
         out=place / "engines",
         backend="tensorrt-rtx",
         precision="fp16",
@@ -152,6 +135,115 @@ def test_chains_and_trees_are_plain_greedy(pair: Pair, cuda: FakeCuda) -> None:
             found = decoder.generate(PROMPT, GREEDY, num_draft_tokens=k, tree=tree)
             assert found.token_ids == plain
             assert found.stats.num_spec_steps > 0
+
+
+def _is_eagle(decoder: Decoder) -> bool:
+    return isinstance(decoder.rounds.drafter, EagleDrafter)
+
+
+def test_a_chain_of_an_eagle_head_is_one_launch(pair: Pair, cuda: FakeCuda) -> None:
+    """And one copy each way; Medusa's take the steps."""
+    with Decoder.load(pair.engines) as decoder:
+        found = decoder.generate(PROMPT, GREEDY, num_draft_tokens=2)
+        if not _is_eagle(decoder):
+            assert cuda.launches == 0
+            return
+        assert cuda.launches >= found.stats.num_spec_steps - 1
+        rounds, uniforms = decoder.rounds, uniform_table(1, CONTEXT + 1)
+        tokens = [5 + (7 * i) % 40 for i in range(30)]
+        rounds.begin(GREEDY, tokens)
+        tokens += rounds.prefill(list(tokens), uniforms).tokens
+        for _ in range(3):  # the first catches up, the second may capture
+            tokens += rounds.run(list(tokens), 2, uniforms).tokens
+        launches, cuda.copies = cuda.launches, []
+        tokens += rounds.run(list(tokens), 2, uniforms).tokens
+        assert cuda.launches == launches + 1
+        assert (cuda.copies.count("up"), cuda.copies.count("down")) == (1, 1)
+
+
+def test_whole_rounds_are_the_steps(pair: Pair, cuda: FakeCuda) -> None:
+    """Through every bucket, k up and down, trees and plain steps between; the same tokens and
+    drafts accepted, the same features kept."""
+    found = []
+    for is_whole in (WholeRounds._is_whole, lambda *_: False):
+        with Decoder.load(pair.engines) as decoder, pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setattr(WholeRounds, "_is_whole", is_whole)
+            rounds, uniforms = decoder.rounds, uniform_table(1, CONTEXT + 1, 8)
+            levels, seen = _levels(decoder), []
+            tree = parse_tree("x".join("2" * levels))
+            tokens = [5 + (7 * i) % 40 for i in range(12)]
+            rounds.begin(SAMPLED, tokens)
+            tokens += rounds.prefill(list(tokens), uniforms).tokens
+            for i in range(60):
+                if len(tokens) + NODES + 2 > CONTEXT:
+                    break
+                outcome = (
+                    rounds.run_tree(list(tokens), tree, NODES, uniforms)
+                    if i % 5 == 4
+                    else rounds.run(list(tokens), (3, 1, 0, 2)[i % 5] % (levels + 1), uniforms)
+                )
+                tokens += outcome.tokens
+                seen.append((outcome.tokens, outcome.num_accepted))
+            features = rounds.target.features
+            assert features is not None
+            found.append((seen, features._rows[: len(tokens) - 1].copy()))
+    assert len(found[0][0]) > 15
+    assert found[0][0] == found[1][0]
+    np.testing.assert_allclose(found[0][1], found[1][1], atol=0.01 * np.abs(found[1][1]).max())
+
+
+def test_penalties_take_the_steps(pair: Pair, cuda: FakeCuda) -> None:
+    with Decoder.load(pair.engines) as decoder:
+        free = decoder.generate("abc", GREEDY, num_draft_tokens=0).token_ids
+        banned = replace(GREEDY, banned_tokens=tuple(set(free)), repetition_penalty=1.3)
+        texts = [
+            decoder.generate("abc", banned, num_draft_tokens=k).token_ids
+            for k in (0, 2, _levels(decoder))
+        ]
+    assert not set(texts[0]) & set(free)
+    assert texts[1] == texts[2] == texts[0]
+
+
+def test_everything_is_freed(pair: Pair, cuda: FakeCuda) -> None:
+    with Decoder.load(pair.engines) as decoder:
+        decoder.generate("abc", GREEDY, num_draft_tokens=2)
+        assert cuda.blocks
+    del decoder
+    gc.collect()
+    assert not cuda.blocks
+
+
+def test_every_step_of_the_gpu_check_passes(
+    pair: Pair, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps, "ROUNDS", 60)
+    monkeypatch.setattr(steps, "REPEATS", 2)
+    monkeypatch.setattr(steps, "CONTEXTS", (32,))
+    check = Check(path=pair.engines, onnx_bundle=None)
+    skipped = {"machine", "bandwidth", "onnxruntime-cuda"}  # a driver, a gigabyte, another bundle
+    results = {n: run_step(n, check, time.monotonic() + 300) for n in STEPS if n not in skipped}
+    whole = check.subject.drafts
+    check.close()
+    statuses = {name: one["status"] for name, one in results.items()}
+    assert statuses.pop("captured") == ("passed" if whole else "skipped"), results["captured"]
+    assert set(statuses.values()) == {"passed"}, results
+    assert results["draft"]["figures"]["rows"] > 0
+    if whole:
+        assert results["captured"]["figures"]["accepted"] >= 0
+        assert "captured round 2" in results["times"]["figures"]["context 32"]
+
+
+def test_the_gpu_check_finds_states_one_row_late(pair: Pair, cuda: FakeCuda) -> None:
+    real = FeatureStore.copy
+    check = Check(path=pair.engines, onnx_bundle=None)
+    with pytest.MonkeyPatch.context() as planted:
+        planted.setattr(
+            FeatureStore, "copy", lambda self, start, into: real(self, max(0, start - 1), into)
+        )
+        found = run_step("draft", check, time.monotonic() + 300)
+    check.close()
+    assert found["status"] == "failed"
+    assert "in total variation from the oracle's" in found["reason"]
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])

@@ -14,7 +14,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 from helpers_family import operators, written
-from helpers_heads import KINDS, LAYERS, save_head, save_target
+from helpers_heads import CONTEXT, KINDS, LAYERS, save_head, save_target
 from helpers_tensorrt import NUMPY, types_of
 from tiny_checkpoints import VOCAB
 
@@ -48,7 +48,7 @@ rtx = pytest.importorskip(
 
 Array = np.ndarray
 F16 = ir.DataType.FLOAT16
-CONTEXT, ROWS = 48, 12
+ROWS = 12
 PARITY = 2e-5  # f32 sums in another order; a state of the row before gives 0.1 and more
 ROUNDING = 2e-2  # of fp16
 LIMITS = Limits(max_batch=1, max_context=CONTEXT, max_draft_tokens=3, max_tree_nodes=8)
@@ -125,7 +125,8 @@ def _chain(rows: int, past: int) -> dict[str, Array]:
 
 
 def _head(plan: Plan, trees: bool = False) -> ir.Model:
-    traced = eagle_engine.trace_head(plan.head, CONTEXT, trees=trees)  # type: ignore[union-attr]
+    assert isinstance(plan, EagleDraftPlan)
+    traced = eagle_engine.trace_head(plan.head, plan.context, trees=trees)
     return make_portable(traced) if trees else simplify(traced)
 
 

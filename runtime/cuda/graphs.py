@@ -15,20 +15,18 @@ from numpy.typing import NDArray
 
 from ..accept import AcceptStep
 from ..buffers import RoundBuffers
-from ..captured_head import HeadEngines, HeadProgram
 from ..captured_programs import Program
-from ..captured_round import Bound, CapturedRounds, RoundEngines, RoundProgram
+from ..captured_round import Bound, CapturedRounds
 from ..captured_tree import CapturedTrees, TreeEngines
 from ..contract import GraphSpec
-from ..draft_model import DraftModel
 from ..drafter import Drafter
-from ..eagle_drafter import EagleDrafter
 from ..engine_contract import context_buckets
 from ..executor import EngineOptions, Executor
 from ..manifest import Manifest
 from ..round import Rounds
 from ..target import TargetStep
 from ..tree_shape import Brancher
+from ..whole_chain import WholeDrafter, captured_chains
 from ..whole_rounds import WholeRounds
 from .call import CudaCall
 from .device import Device
@@ -78,7 +76,7 @@ class EngineGraphs:
         states come to the host.
         """
         limits, captured, trees = self._manifest.limits, None, None
-        if isinstance(drafter, DraftModel | EagleDrafter) and "draft" in self._executors:
+        if isinstance(drafter, WholeDrafter) and "draft" in self._executors:
             captured = self._captured(target, drafter)
         if limits.max_tree_nodes and target.features is None:
             trees = self._trees(target, buffers)
@@ -87,32 +85,17 @@ class EngineGraphs:
             captured=captured, trees=trees, max_context=limits.max_context,
         )  # fmt: skip
 
-    def _captured(self, target: TargetStep, drafter: DraftModel | EagleDrafter) -> CapturedRounds:
-        executors = self._executors
-        engines = RoundEngines(
-            target=executors["target"],
-            draft=executors["draft"],
-            accept=executors["accept"],
-            target_caches=target.caches,
-            draft_caches=drafter.caches,
-        )
-        if isinstance(drafter, EagleDrafter):
-            engines = HeadEngines(
-                **vars(engines),
-                fuse=executors.get("fuse"),
-                feature_width=drafter.features.width,
-                state_width=drafter.state_width,
-            )
-        return CapturedRounds(
-            engines,
-            vocab=self._manifest.target.vocab_size,
-            draft_vocab=self._manifest.draft_vocab_size,
+    def _captured(self, target: TargetStep, drafter: WholeDrafter) -> CapturedRounds:
+        return captured_chains(
+            self._executors,
+            target,
+            drafter,
+            self._manifest,
             contexts=self._contexts(),
             free_bytes=self.device.free_bytes,
             reserve_bytes=RESERVE_BYTES,
             allocate=self.device.memory.pinned,
             make=self._make,
-            program=HeadProgram if isinstance(drafter, EagleDrafter) else RoundProgram,
         )
 
     def _trees(self, target: TargetStep, buffers: RoundBuffers) -> CapturedTrees:

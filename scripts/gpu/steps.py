@@ -14,8 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from runtime.captured_round import RoundInputs
-from runtime.draft_model import DraftModel
 from runtime.engine import open_graphs
 from runtime.oracle import ROWS, Oracle
 from runtime.oracle_runs import accept_decisions, draft_ids
@@ -24,6 +22,7 @@ from runtime.sampling import SamplingParams
 from runtime.target import PREFILL_CHUNK
 from runtime.tree_shape import parse_tree
 from runtime.uniforms import uniform_table
+from runtime.whole_chain import prepared
 
 from .subject import OpenGraphs, Subject
 
@@ -35,6 +34,9 @@ MOST_ERROR = 0.05
 MOST_ERROR_8_BITS = 0.35
 ROUNDED_INPUTS = ("int8-smoothquant", "int8-smoothquant-bf16", "fp8", "fp8-bf16")
 ROUNDS = 200
+# Of an EAGLE head's rounds: one that is launched whole reads k + 1 pairs at once, the steps read
+# the new ones alone. fp16 rounds otherwise then, and a choice near a tie may fall elsewhere.
+MOST_DIFFERING = 0.02
 REPEATS = 20
 CONTEXTS = (256, 4096)
 
@@ -153,15 +155,18 @@ def verification(check: Check) -> Figures:
 
 
 def draft(check: Check) -> Figures:
-    """The draft's q at temperature 1, one step a token."""
+    """The draft's q at temperature 1, one step a token; a head's, on the target's own states."""
     subject, oracle = check.subject, Oracle.load(check.path)
-    if not subject.drafts or not oracle.draft_probs.size:
+    if not subject.has_q or not oracle.draft_probs.size:
         raise Skipped("no draft's engine")
     buffers, drafter = subject.buffers, subject.rounds.drafter
     assert drafter is not None
     subject.rounds.begin(SamplingParams(temperature=1.0), [1])
     drafter.rollback(0)
     tokens, found = oracle.tokens.tolist(), []
+    if subject.rounds.target.features is not None:
+        subject.rounds.target.length = 0
+        subject.rounds.target.prefill(tokens)
     for end in range(2, len(tokens) + 1):
         buffers.set_last(tokens[:end])
         drafter.propose(tokens[:end], 1, subject.rounds.constraint)
@@ -236,7 +241,7 @@ def captured(check: Check) -> Figures:
     if not subject.drafts:
         raise Skipped("no draft's engine beside the target's")
     captured = subject.captured()
-    figures: Figures = {"rounds": 0, "accepted": 0}
+    figures: Figures = {"rounds": 0, "accepted": 0, "differing": 0}
     for seed, params in enumerate((SamplingParams(), SamplingParams(temperature=0.8, top_k=50))):
         _compare_rounds(subject, captured, params, seed, figures)
     figures["captured"] = [str(shape) for shape in captured.programs.captured]
@@ -248,8 +253,8 @@ def _compare_rounds(
 ) -> None:
     most, k = subject.manifest.limits.max_context, subject.manifest.limits.max_draft_tokens
     rounds, uniforms = subject.rounds, uniform_table(seed, most + 1)
-    drafter = rounds.drafter
-    assert isinstance(drafter, DraftModel)
+    is_head = rounds.target.features is not None
+    most_differing = MOST_DIFFERING * ROUNDS if is_head else 0
     prompt = [3 + (7 * i) % 50 for i in range(12)]
     tokens: list[int] = []
     for i in range(ROUNDS // 2):
@@ -259,14 +264,13 @@ def _compare_rounds(
             tokens += Rounds.run(rounds, tokens, 1, uniforms).tokens
             rounds.rollback(len(tokens))
         size = 1 + i % k
-        drafter.catch_up(tokens, size)
-        inputs = RoundInputs(
-            tokens=tokens, draft_rows=_draft_rows(subject, tokens), uniforms=uniforms, params=params
-        )
-        launched = captured.run(inputs, size)
+        inputs = prepared(rounds.drafter, tokens, size, uniforms, params)
+        launched = captured.run(inputs, size) if inputs else None
         stepped = Rounds.run(rounds, tokens, size, uniforms)  # the steps, whatever `rounds` is
-        if launched.tokens != stepped.tokens:
-            raise Failed(f"round {i}, k = {size}: {launched.tokens} and {stepped.tokens}")
+        if launched and launched.tokens != stepped.tokens:
+            figures["differing"] += 1
+            if figures["differing"] > most_differing:
+                raise Failed(f"round {i}, k = {size}: {launched.tokens} and {stepped.tokens}")
         tokens = [*tokens, *stepped.tokens]
         rounds.rollback(len(tokens))
         figures["rounds"] += 1
@@ -311,12 +315,6 @@ def _cache_error(subject: Subject, tokens: list[int]) -> float:
     return float(np.linalg.norm(found[0] - found[1]) / np.linalg.norm(found[1] - found[1].mean()))
 
 
-def _draft_rows(subject: Subject, tokens: list[int]) -> int:
-    """Rows of the draft's cache for all but the last two tokens; its window begins at `base`."""
-    window = subject.rounds.drafter.window  # type: ignore[union-attr]
-    return len(tokens) - 2 - int(window.base)
-
-
 def times(check: Check) -> Figures:
     """Medians in ms, each with its copies and its wait: T(1), T(k + 1), a draft step, accept."""
     subject = check.subject
@@ -347,14 +345,14 @@ def _times_at(subject: Subject, context: int, k: int) -> Figures:
 def _round_times(subject: Subject, context: int, k: int) -> Figures:
     captured = subject.captured()
     tokens = [1 + i % 7 for i in range(context)]
-    window = subject.rounds.drafter.window  # type: ignore[union-attr]
-    rows = min(context, window.size) - 2
+    drafter, found = subject.rounds.drafter, Figures()
     uniforms = uniform_table(0, subject.manifest.limits.max_context + 1)
-    found = Figures()
+    assert drafter is not None
+    drafter.rollback(0)
     for drafts in sorted({1, 2, k}):
-        inputs = RoundInputs(
-            tokens=tokens, draft_rows=rows, uniforms=uniforms, params=SamplingParams()
-        )
+        inputs = prepared(drafter, tokens, drafts, uniforms, SamplingParams())
+        if inputs is None:
+            continue
         found[f"captured round {drafts}"] = _median_ms(
             lambda d=drafts, i=inputs: captured.run(i, d).verify_s
         )

@@ -14,13 +14,14 @@ import numpy as np
 
 from runtime.arena import on_host
 from runtime.bundle import Bundle
-from runtime.captured_round import CapturedRounds, RoundEngines, sequentially
+from runtime.captured_round import CapturedRounds, sequentially
 from runtime.contract import GraphSpec
-from runtime.draft_model import DraftModel
 from runtime.engine import Graphs, load_rounds, open_graphs
 from runtime.engine_contract import context_buckets
 from runtime.executor import EngineOptions, Executor
 from runtime.manifest import Manifest
+from runtime.medusa_drafter import MedusaDrafter
+from runtime.whole_chain import WholeDrafter, captured_chains
 from runtime.whole_rounds import WholeRounds
 
 
@@ -63,8 +64,15 @@ class Subject:
 
     @property
     def drafts(self) -> bool:
-        """Whether a draft model's engine is where the target's is: what a round captures."""
-        return isinstance(self.rounds.drafter, DraftModel) and self._draft_beside_target
+        """Whether a draft's engines, or an EAGLE head's, are where the target's are: what a round
+        captures."""
+        return isinstance(self.rounds.drafter, WholeDrafter) and self._draft_beside_target
+
+    @property
+    def has_q(self) -> bool:
+        """The same, and Medusa's heads: whether an engine makes q."""
+        heads = isinstance(self.rounds.drafter, MedusaDrafter)
+        return self.drafts or (heads and self._draft_beside_target)
 
     @property
     def _draft_beside_target(self) -> bool:
@@ -82,18 +90,12 @@ class Subject:
         if isinstance(self.rounds, WholeRounds) and self.rounds.captured is not None:
             return self.rounds.captured
         drafter = self.rounds.drafter
-        assert isinstance(drafter, DraftModel)
-        engines = RoundEngines(
-            target=self.executors["target"],
-            draft=self.executors["draft"],
-            accept=self.executors["accept"],
-            target_caches=self.rounds.target.caches,
-            draft_caches=drafter.caches,
-        )
-        return CapturedRounds(
-            engines,
-            vocab=self.manifest.target.vocab_size,
-            draft_vocab=self.manifest.draft_vocab_size,
+        assert isinstance(drafter, WholeDrafter)
+        return captured_chains(
+            self.executors,
+            self.rounds.target,
+            drafter,
+            self.manifest,
             contexts=context_buckets(self.manifest.limits.max_context),
             free_bytes=lambda: 1 << 40,
             allocate=on_host,

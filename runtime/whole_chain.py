@@ -1,0 +1,111 @@
+"""Chains that are launched whole, whoever drafts them: a draft model, or an EAGLE head.
+
+Before a launch the drafter reads what the round's first step doesn't; afterwards it takes note of
+what that step read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from numpy.typing import NDArray
+
+from .arena import Allocate
+from .captured_head import HeadEngines, HeadInputs, HeadProgram
+from .captured_round import (
+    Binds,
+    CapturedRounds,
+    MakeProgram,
+    RoundEngines,
+    RoundInputs,
+    RoundProgram,
+)
+from .draft_model import DraftModel
+from .drafter import Drafter
+from .eagle_drafter import EagleDrafter
+from .manifest import Manifest
+from .sampling import SamplingParams
+from .target import TargetStep
+
+Array = NDArray[Any]
+WholeDrafter = DraftModel | EagleDrafter
+
+
+def captured_chains(
+    executors: Mapping[str, Binds],
+    target: TargetStep,
+    drafter: WholeDrafter,
+    manifest: Manifest,
+    *,
+    contexts: Sequence[int],
+    free_bytes: Callable[[], int],
+    reserve_bytes: int = 0,
+    allocate: Allocate,
+    make: MakeProgram,
+) -> CapturedRounds:
+    """executors: by the graph's name."""
+    engines = RoundEngines(
+        target=executors["target"],
+        draft=executors["draft"],
+        accept=executors["accept"],
+        target_caches=target.caches,
+        draft_caches=drafter.caches,
+    )
+    program: type[RoundProgram] = RoundProgram
+    if isinstance(drafter, EagleDrafter):
+        engines, program = _of_head(engines, executors, drafter), HeadProgram
+    return CapturedRounds(
+        engines,
+        vocab=manifest.target.vocab_size,
+        draft_vocab=manifest.draft_vocab_size,
+        contexts=contexts,
+        free_bytes=free_bytes,
+        reserve_bytes=reserve_bytes,
+        allocate=allocate,
+        make=make,
+        program=program,
+    )
+
+
+def _of_head(
+    engines: RoundEngines, executors: Mapping[str, Binds], head: EagleDrafter
+) -> HeadEngines:
+    return HeadEngines(
+        **vars(engines),
+        fuse=executors.get("fuse"),
+        feature_width=head.features.width,
+        state_width=head.state_width,
+    )
+
+
+def prepared(
+    drafter: Drafter | None, tokens: Sequence[int], k: int, uniforms: Array, params: SamplingParams
+) -> RoundInputs | None:
+    """The inputs of a round of k drafts behind the committed `tokens`, at least two; None where
+    such a round can't be whole."""
+    if isinstance(drafter, DraftModel):
+        drafter.catch_up(tokens, k)
+        return RoundInputs(
+            tokens=tokens,
+            draft_rows=len(tokens) - 2 - drafter.window.base,
+            uniforms=uniforms,
+            params=params,
+        )
+    if isinstance(drafter, EagleDrafter) and drafter.catch_up(tokens, k):
+        return HeadInputs(
+            tokens=tokens,
+            draft_rows=len(tokens) - 2 - k - drafter.window.base,
+            uniforms=uniforms,
+            params=params,
+            features=drafter.features,
+        )
+    return None
+
+
+def settle(drafter: Drafter | None, committed: int, k: int) -> None:
+    """The round has run behind `committed` tokens: its rows are in the draft's cache."""
+    if isinstance(drafter, DraftModel):
+        drafter.window.rows = committed - drafter.window.base + k - 1
+    elif isinstance(drafter, EagleDrafter):  # the rows of its own steps are forgotten
+        drafter.window.rows = committed - 1 - drafter.window.base
