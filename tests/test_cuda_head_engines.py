@@ -224,12 +224,10 @@ def test_every_step_of_the_gpu_check_passes(
     results = {n: run_step(n, check, time.monotonic() + 300) for n in STEPS if n not in skipped}
     whole = check.subject.drafts
     check.close()
-    statuses = {name: one["status"] for name, one in results.items()}
-    assert statuses.pop("captured") == ("passed" if whole else "skipped"), results["captured"]
-    assert set(statuses.values()) == {"passed"}, results
+    bad = {name: one["reason"] for name, one in results.items() if one["status"] != "passed"}
+    assert set(bad) == (set() if whole else {"captured"}), bad
     assert results["draft"]["figures"]["rows"] > 0
     if whole:
-        assert results["captured"]["figures"]["accepted"] >= 0
         assert "captured round 2" in results["times"]["figures"]["context 32"]
 
 
