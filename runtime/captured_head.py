@@ -32,16 +32,22 @@ Array = NDArray[Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadEngines(RoundEngines):
+class StateEngines(RoundEngines):
+    """Of what reads the target's states."""
+
+    feature_width: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadEngines(StateEngines):
     """`draft` is the head. fuse: None where it starts from the target's states as they are."""
 
     fuse: Binds | None
-    feature_width: int
     state_width: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadInputs(RoundInputs):
+class StateInputs(RoundInputs):
     """features: of every row that the target has read; `keep` adds those of the round."""
 
     features: FeatureStore
@@ -49,21 +55,18 @@ class HeadInputs(RoundInputs):
     def fill(self, arena: Arena, k: int, vocab: int) -> None:
         super().fill(arena, k, vocab)
         read = arena["read_features"]
-        # Pair i has token i + 1: the last has the target's last state.
+        # The last is the target's last state, before the last token.
         self.features.copy(len(self.tokens) - 1 - read.shape[1], read)
 
     def keep(self, arena: Arena) -> None:
         self.features.put(len(self.tokens) - 1, arena["features"])
 
 
-class HeadProgram(RoundProgram):
-    """Of one number of drafts and one context bucket."""
+class StateProgram(RoundProgram):
+    """With the states of the last `leading` rows among what the host writes, and those that the
+    target gives among what it reads."""
 
-    _engines: HeadEngines
-
-    @staticmethod
-    def leading(drafts: int) -> int:
-        return drafts + 1
+    _engines: StateEngines
 
     def _arena(self, k: int, allocate: Allocate) -> Arena:
         width, f32 = self._engines.feature_width, np.float32
@@ -76,6 +79,19 @@ class HeadProgram(RoundProgram):
             round=(*DECIDED, given),
             allocate=allocate,
         )
+
+    def _features(self) -> Buffers:
+        return {"features": self.arena["features"]}
+
+
+class HeadProgram(StateProgram):
+    """Of one number of drafts and one context bucket."""
+
+    _engines: HeadEngines
+
+    @staticmethod
+    def leading(drafts: int) -> int:
+        return drafts + 1
 
     def _before(self) -> list[Bound]:
         width = self._engines.state_width
@@ -90,6 +106,3 @@ class HeadProgram(RoundProgram):
     def _states(self, step: int) -> tuple[Buffers, Buffers]:
         read = self._read if step == 0 else self._own[(step - 1) % 2]
         return {"states": read}, {"next_state": self._own[step % 2]}
-
-    def _features(self) -> Buffers:
-        return {"features": self.arena["features"]}

@@ -39,7 +39,7 @@ class MedusaDrafter:
         buffers: RoundBuffers,
         num_heads: int,
     ) -> None:
-        self._features = features
+        self.features = features
         self._buffers = buffers
         self._length = 0
         self._state: Array = np.zeros((1, 1, features.width), np.float32)
@@ -68,10 +68,14 @@ class MedusaDrafter:
         """The states are the target's, whose length says which count."""
         self._length = min(self._length, length)
 
+    def has_read(self, length: int) -> None:
+        """A round that was launched whole began at the state of row `length` - 1."""
+        self._length = length
+
     def read(self, tokens: Sequence[int]) -> float:
         """All heads on the target's last state; returns the seconds."""
         self._length = len(tokens) - 1
-        self._features.copy(len(tokens) - 2, self._state)
+        self.features.copy(len(tokens) - 2, self._state)
         return self._heads.run()
 
     def propose(self, tokens: Sequence[int], k: int, constraint: Constraint) -> Proposal:

@@ -1,4 +1,4 @@
-"""Chains that are launched whole, whoever drafts them: a draft model, or an EAGLE head.
+"""Chains that are launched whole, whoever drafts them: a draft model, an EAGLE head or Medusa's.
 
 Before a launch the drafter reads what the round's first step doesn't; afterwards it takes note of
 what that step read.
@@ -12,7 +12,8 @@ from typing import Any
 from numpy.typing import NDArray
 
 from .arena import Allocate
-from .captured_head import HeadEngines, HeadInputs, HeadProgram
+from .captured_head import HeadEngines, HeadProgram, StateInputs
+from .captured_medusa import MedusaEngines, MedusaProgram
 from .captured_round import (
     Binds,
     CapturedRounds,
@@ -25,11 +26,12 @@ from .draft_model import DraftModel
 from .drafter import Drafter
 from .eagle_drafter import EagleDrafter
 from .manifest import Manifest
+from .medusa_drafter import MedusaDrafter
 from .sampling import SamplingParams
 from .target import TargetStep
 
 Array = NDArray[Any]
-WholeDrafter = DraftModel | EagleDrafter
+WholeDrafter = DraftModel | EagleDrafter | MedusaDrafter
 
 
 def captured_chains(
@@ -45,16 +47,7 @@ def captured_chains(
     make: MakeProgram,
 ) -> CapturedRounds:
     """executors: by the graph's name."""
-    engines = RoundEngines(
-        target=executors["target"],
-        draft=executors["draft"],
-        accept=executors["accept"],
-        target_caches=target.caches,
-        draft_caches=drafter.caches,
-    )
-    program: type[RoundProgram] = RoundProgram
-    if isinstance(drafter, EagleDrafter):
-        engines, program = _of_head(engines, executors, drafter), HeadProgram
+    engines, program = _engines(executors, target, drafter)
     return CapturedRounds(
         engines,
         vocab=manifest.target.vocab_size,
@@ -68,14 +61,43 @@ def captured_chains(
     )
 
 
-def _of_head(
-    engines: RoundEngines, executors: Mapping[str, Binds], head: EagleDrafter
-) -> HeadEngines:
-    return HeadEngines(
+def _engines(
+    executors: Mapping[str, Binds], target: TargetStep, drafter: WholeDrafter
+) -> tuple[RoundEngines, type[RoundProgram]]:
+    if isinstance(drafter, MedusaDrafter):
+        return _of_medusa(executors, target, drafter), MedusaProgram
+    engines = RoundEngines(
+        target=executors["target"],
+        draft=executors["draft"],
+        accept=executors["accept"],
+        target_caches=target.caches,
+        draft_caches=drafter.caches,
+    )
+    if isinstance(drafter, DraftModel):
+        return engines, RoundProgram
+    head = HeadEngines(
         **vars(engines),
         fuse=executors.get("fuse"),
-        feature_width=head.features.width,
-        state_width=head.state_width,
+        feature_width=drafter.features.width,
+        state_width=drafter.state_width,
+    )
+    return head, HeadProgram
+
+
+def _of_medusa(
+    executors: Mapping[str, Binds], target: TargetStep, drafter: MedusaDrafter
+) -> MedusaEngines:
+    _, num_heads, head_vocab = drafter.logits.shape
+    return MedusaEngines(
+        target=executors["target"],
+        draft=executors["tail"],
+        accept=executors["accept"],
+        target_caches=target.caches,
+        draft_caches={},
+        feature_width=drafter.features.width,
+        heads=executors["heads"],
+        num_heads=num_heads,
+        head_vocab=head_vocab,
     )
 
 
@@ -93,14 +115,18 @@ def prepared(
             params=params,
         )
     if isinstance(drafter, EagleDrafter) and drafter.catch_up(tokens, k):
-        return HeadInputs(
-            tokens=tokens,
-            draft_rows=len(tokens) - 2 - k - drafter.window.base,
-            uniforms=uniforms,
-            params=params,
-            features=drafter.features,
-        )
-    return None
+        rows = len(tokens) - 2 - k - drafter.window.base
+    elif isinstance(drafter, MedusaDrafter) and drafter.offer(tokens, k).num_tokens == k:
+        rows = 0  # it has no cache
+    else:
+        return None
+    return StateInputs(
+        tokens=tokens,
+        draft_rows=rows,
+        uniforms=uniforms,
+        params=params,
+        features=drafter.features,
+    )
 
 
 def settle(drafter: Drafter | None, committed: int, k: int) -> None:
@@ -109,3 +135,5 @@ def settle(drafter: Drafter | None, committed: int, k: int) -> None:
         drafter.window.rows = committed - drafter.window.base + k - 1
     elif isinstance(drafter, EagleDrafter):  # the rows of its own steps are forgotten
         drafter.window.rows = committed - 1 - drafter.window.base
+    elif isinstance(drafter, MedusaDrafter):
+        drafter.has_read(committed - 1)

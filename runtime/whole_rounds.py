@@ -43,8 +43,7 @@ class WholeRounds(Rounds):
         trees: CapturedTrees | None,
         max_context: int,
     ) -> None:
-        """captured: of a draft model or an EAGLE head beside the target; None: chains take the
-        steps."""
+        """captured: of a draft model or heads beside the target; None: chains take the steps."""
         super().__init__(buffers, target, drafter, accept, brancher)
         self.captured = captured
         self.trees = trees

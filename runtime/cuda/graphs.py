@@ -72,11 +72,10 @@ class EngineGraphs:
     ) -> Rounds:
         """Launched whole where the draft's engine is beside the target's, trees from any drafter.
 
-        Medusa's heads, and trees of what reads the target's states, take the steps, between which
-        states come to the host.
+        Trees of what reads the target's states take the steps, between which they come to the host.
         """
         limits, captured, trees = self._manifest.limits, None, None
-        if isinstance(drafter, WholeDrafter) and "draft" in self._executors:
+        if isinstance(drafter, WholeDrafter) and {"draft", "tail"} & set(self._executors):
             captured = self._captured(target, drafter)
         if limits.max_tree_nodes and target.features is None:
             trees = self._trees(target, buffers)

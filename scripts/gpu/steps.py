@@ -157,7 +157,7 @@ def verification(check: Check) -> Figures:
 def draft(check: Check) -> Figures:
     """The draft's q at temperature 1, one step a token; a head's, on the target's own states."""
     subject, oracle = check.subject, Oracle.load(check.path)
-    if not subject.has_q or not oracle.draft_probs.size:
+    if not subject.drafts or not oracle.draft_probs.size:
         raise Skipped("no draft's engine")
     buffers, drafter = subject.buffers, subject.rounds.drafter
     assert drafter is not None

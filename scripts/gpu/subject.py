@@ -20,7 +20,6 @@ from runtime.engine import Graphs, load_rounds, open_graphs
 from runtime.engine_contract import context_buckets
 from runtime.executor import EngineOptions, Executor
 from runtime.manifest import Manifest
-from runtime.medusa_drafter import MedusaDrafter
 from runtime.whole_chain import WholeDrafter, captured_chains
 from runtime.whole_rounds import WholeRounds
 
@@ -64,15 +63,9 @@ class Subject:
 
     @property
     def drafts(self) -> bool:
-        """Whether a draft's engines, or an EAGLE head's, are where the target's are: what a round
+        """Whether a draft's or a head's engines are where the target's are: what a round
         captures."""
         return isinstance(self.rounds.drafter, WholeDrafter) and self._draft_beside_target
-
-    @property
-    def has_q(self) -> bool:
-        """The same, and Medusa's heads: whether an engine makes q."""
-        heads = isinstance(self.rounds.drafter, MedusaDrafter)
-        return self.drafts or (heads and self._draft_beside_target)
 
     @property
     def _draft_beside_target(self) -> bool:
