@@ -67,10 +67,13 @@ class EngineGateGraph(GateGraph):
 
 
 class Typed(gates.Rounding, Protocol):
-    """A precision whose activations have a type of their own."""
+    """A precision whose activations have a type of their own.
+
+    missing_on_cpu: what ONNX Runtime's CPU has no kernels for, such as bf16.
+    """
 
     @property
-    def activations(self) -> str: ...
+    def missing_on_cpu(self) -> str | None: ...
 
 
 def target_gates(
@@ -88,7 +91,7 @@ def target_gates(
     with exact_arithmetic(graph.exact) as path:
         exact = gate_graph(path, graph.exact_cache, graph.vocab_size)
     narrow = exact
-    if precision.activations == "fp16":  # of bf16, ONNX Runtime's CPU has few kernels
+    if precision.missing_on_cpu is None:
         narrow = gate_graph(graph.path, graph.cache, graph.vocab_size)
     found = [
         gates.parity(
@@ -105,7 +108,7 @@ def target_gates(
         gates.rollback(narrow, tokens, k),
     ]
     if narrow is exact:
-        reason = f"ONNX Runtime's CPU has no kernels for {precision.activations}"
+        reason = f"ONNX Runtime's CPU has no kernels for {precision.missing_on_cpu}"
         return [*found, Gate(name="engine", status="skipped", reason=reason)]
     return [*found, gates.engine_noise(narrow, exact, tokens, k, precision)]
 

@@ -15,6 +15,7 @@ import onnx_ir as ir
 
 from engines.external_data import WeightStore, save
 from engines.tensorrt.lowering import lower, lower_exactly
+from engines.tensorrt.weight_only import UnpackPass
 from runtime.contract import CacheSpec
 from runtime.errors import BuildError
 
@@ -150,6 +151,7 @@ def write_lowered(
     if eager_bytes <= gates.available_bytes():
         exact = lower_exactly(model.clone(), precision.weights, precision.recipe_pass())
         names = rounded(exact)
+        UnpackPass()(exact)
         finish(exact)
         exact_path = save(exact, f"{name}.exact", WeightStore(directory=scratch))
     lower(model, precision.dtype, precision.weights, precision.recipe_pass())

@@ -47,8 +47,8 @@ class EngineHead:
 def typed_gate(typed: Callable[[], Array], exact: Array, precision: EnginePrecision) -> Gate:
     """The strongly typed graphs against themselves in f32 arithmetic. Raises GateFailed."""
     name = "draft engine"
-    if precision.activations != "fp16":  # of bf16, ONNX Runtime's CPU has few kernels
-        reason = f"ONNX Runtime's CPU has no kernels for {precision.activations}"
+    if precision.missing_on_cpu is not None:
+        reason = f"ONNX Runtime's CPU has no kernels for {precision.missing_on_cpu}"
         return Gate(name=name, status="skipped", reason=reason)
     error, limit = relative_error(typed(), exact), ENGINE[precision.name]
     if not error <= limit:

@@ -45,6 +45,13 @@ class EnginePrecision:
         return {"fp16": "float16", "bf16": "bfloat16"}[self.activations]
 
     @property
+    def missing_on_cpu(self) -> str | None:
+        """What ONNX Runtime's CPU has no kernels for, in the strongly typed graph."""
+        if self.activations != "fp16":
+            return self.activations
+        return "fp4" if self.weights is not None and self.weights.kind == "fp4" else None
+
+    @property
     def for_drafts(self) -> str:
         """What a draft takes whose precision nobody names."""
         return self.name if self.recipe is None else self.recipe.for_drafts + _suffix(self)

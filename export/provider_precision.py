@@ -7,6 +7,7 @@ blocks of 32, which the provider's MatMulNBits and GatherBlockQuantized take as 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -21,8 +22,8 @@ class ProviderPrecision:
     name: str
     weights: Precision  # fp32: none is quantized, and all become fp16
 
-    activations = "fp16"
     cache_dtype = "float16"
+    missing_on_cpu: ClassVar[str | None] = None
 
     def quantizer(self) -> Quantizer | None:
         return self.weights.quantizer()

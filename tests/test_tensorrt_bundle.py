@@ -164,6 +164,19 @@ def test_a_ranking_that_is_not_the_drafts_fails_the_build() -> None:
         ranking(ids[order[:, ::-1]], tops, probs, ids)
 
 
+def test_weights_of_fp4_build(kept_traces: None, tiny_target: Path, tmp_path: Path) -> None:
+    """ONNX Runtime's CPU can't dequantize them: parity is judged on the weights unpacked."""
+    asked = _request(
+        tmp_path / "bundle", tiny_target, None, precision="fp4", compute_capabilities=(120,)
+    )
+    gates = {gate.name: gate for gate in Bundle.load(build(asked)).manifest.gates}
+    assert gates["engine"].status == "skipped"
+    assert "no kernels for fp4" in gates["engine"].reason
+    assert gates["target parity"].status == gates["rows"].status == "passed"
+    assert float(gates["target parity"].figures["relative_error"]) < 1e-4
+    assert float(gates["target parity"].figures["drift_kl"]) > 1e-5, "weights were rounded"
+
+
 @pytest.fixture
 def calibration(tmp_path: Path) -> CalibrationRequest:
     return CalibrationRequest(cache=tmp_path / "cache")

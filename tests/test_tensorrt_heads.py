@@ -206,8 +206,14 @@ def _engine_head(plan: Plan, name: str, scratch: Path) -> EngineHead:
     return write_engine_head(plan, engine_precision(name), LIMITS, scratch, target_vocab=VOCAB)
 
 
-@pytest.mark.parametrize("weights", ["fp16", "int8"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "weights"),
+    [
+        *((kind, "fp16") for kind in KINDS),
+        ("eagle3", "int8"),
+        *(pytest.param(kind, "int8", marks=pytest.mark.slow) for kind in KINDS[1:]),
+    ],
+)
 def test_every_graph_of_a_head_builds_for_every_target(
     kept_traces: None, plans: dict[str, Plan], kind: str, weights: str, tmp_path: Path
 ) -> None:
@@ -231,22 +237,28 @@ def _states(width: int) -> Callable[[Any], Array]:
 TOKENS = [int(t) for t in _ids(24, 3)[0]]
 
 
-@pytest.mark.parametrize("weights", ["int8", "int4", "fp8-weight"])
-@pytest.mark.parametrize("kind", KINDS)
+FEW_BITS = [
+    ("eagle3", "int8"),
+    ("eagle3", "int4"),
+    ("eagle3", "fp4"),
+    ("eagle1", "fp8-weight"),
+    ("medusa", "int8"),
+    ("medusa", "fp4"),
+]
+
+
+@pytest.mark.parametrize(("kind", "weights"), FEW_BITS)
 def test_the_gates_hold_for_weights_of_few_bits(
     kept_traces: None, plans: dict[str, Plan], kind: str, weights: str, tmp_path: Path
 ) -> None:
-    """The same rounded weights in the eager head; int4's blocks are of 64 features, which Medusa's
-    32 aren't."""
-    if (kind, weights) == ("medusa", "int4"):
-        with pytest.raises(BuildError, match=r"int4.*no layer's input is a multiple of 64"):
-            _engine_head(plans[kind], weights, tmp_path)
-        return
+    """The same rounded weights in the eager head. Of fp4 ONNX Runtime's CPU has no kernels: the
+    exact graph has the weights unpacked, and the typed one isn't run."""
     made = _engine_head(plans[kind], weights, tmp_path)
     width = 96 if kind == "eagle3" else 32
     gates = {gate.name: gate for gate in made.gates(TOKENS, _states(width))}
     assert set(gates) == {"draft parity", "draft engine", "branch"}
-    assert {gate.status for gate in gates.values()} == {"passed"}
+    assert gates["draft engine"].status == ("skipped" if weights == "fp4" else "passed")
+    assert gates["draft parity"].status == gates["branch"].status == "passed"
     assert float(gates["draft parity"].figures["relative_error"]) < 1e-4
     card = made.written.card
     assert card.precision == weights
@@ -254,6 +266,14 @@ def test_the_gates_hold_for_weights_of_few_bits(
     assert law is not None
     assert law.shape == (len(TOKENS) - 1, card.vocab_size)
     np.testing.assert_allclose(law.sum(-1), 1, atol=1e-4)
+
+
+def test_blocks_that_no_layer_has_are_refused(
+    kept_traces: None, plans: dict[str, Plan], tmp_path: Path
+) -> None:
+    """int4's are of 64 features; Medusa's layers have 32 here."""
+    with pytest.raises(BuildError, match=r"int4.*no layer's input is a multiple of 64"):
+        _engine_head(plans["medusa"], "int4", tmp_path)
 
 
 def test_states_that_fp16_does_not_bear_are_found(
@@ -330,7 +350,9 @@ def test_a_target_that_gives_its_states_one_row_late_fails_its_gate(
         states_gates(target, graph, fp16, TOKENS, (LAYERS,))
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(
+    scope="module", params=["eagle3", "medusa", pytest.param("eagle1", marks=pytest.mark.slow)]
+)
 def bundle(
     request: pytest.FixtureRequest, kept_traces: None, tmp_path_factory: pytest.TempPathFactory
 ) -> Bundle:

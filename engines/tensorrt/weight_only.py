@@ -9,17 +9,19 @@ read row by row, and a quantized table would be unpacked whole.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
-from ..matching import drop_dead
+from ..matching import drop_dead, replace
 from ..onnxruntime.projections import Linear, match_linear
 from ..weights import array, lazy, shape
 
 Array = np.ndarray
+FLOAT = ir.DataType.FLOAT
 _CODES = {
     "int8": (ir.DataType.INT8, np.dtype(np.int8), 127.0),
     "int4": (ir.DataType.INT4, np.dtype(ml_dtypes.int4), 7.0),
@@ -69,6 +71,34 @@ class WeightFormat:
         codes, scales = self.quantize(weight)
         width = self.block or weight.shape[1]
         return codes.astype(np.float32) * np.repeat(scales.reshape(len(weight), -1), width, axis=1)
+
+
+class UnpackPass(ir.passes.InPlacePass):
+    """Ensures that no weight has a type that ONNX Runtime's CPU can't dequantize: what the engine
+    multiplies by is made when the graph is written, in f32. Of graphs that gates run."""
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        found = [node for node in model.graph if _is_fp4(node)]
+        for node in found:
+            out, (codes, scales) = node.outputs[0], (v for v in node.inputs if v is not None)
+            make, name = partial(_unpacked, codes, scales), f"{codes.name}.unpacked"
+            replace(out, lazy(model.graph, name, make, FLOAT, shape(out)))
+        if found:
+            drop_dead(model)
+        return ir.passes.PassResult(model, modified=bool(found))
+
+
+def _is_fp4(node: ir.Node) -> bool:
+    return (
+        node.op_type == "DequantizeLinear"
+        and node.inputs[0] is not None
+        and node.inputs[0].dtype == ir.DataType.FLOAT4E2M1
+    )
+
+
+def _unpacked(codes: ir.Value, scales: ir.Value) -> Array:
+    width = shape(codes)[1] // shape(scales)[1]
+    return array(codes).astype(np.float32) * np.repeat(array(scales), width, axis=1)
 
 
 class SolvedCodes(Protocol):
