@@ -24,8 +24,10 @@ from engines.tensorrt.ranges import (
     branch_profiles,
     draft_profiles,
     target_profiles,
+    tree_round_profiles,
 )
 from runtime.cards import ModelCard, ModelDraft
+from runtime.contract import CacheSpec
 from runtime.errors import BuildError
 from runtime.manifest import EngineCard, Gate, Limits
 
@@ -55,6 +57,7 @@ from .ngram_draft import NgramDraftPlan
 from .oracle import record
 from .precision import Precision
 from .ranking_gate import branch_gates
+from .tree_round_graphs import write_tree_round
 
 Progress = Callable[[str], None]
 
@@ -164,6 +167,8 @@ class _Builder:
             return None, lambda _: []
         target_vocab = target.vocab_size
         if isinstance(draft, ModelDraftPlan) and self.asked.draft_backend != "onnxruntime":
+            if self.trees:
+                self._tree_round(target.cache)
             return self._model_draft(draft, target_vocab)
         self._progress(f"writing the draft, {draft.name}")
         self._onnx.mkdir()
@@ -213,6 +218,12 @@ class _Builder:
         return write_branch_graph(
             draft.draft, precision, draft.context, self.scratch, vocabulary=vocabulary
         )
+
+    def _tree_round(self, cache: CacheSpec) -> None:
+        """What a round with a tree needs besides, to be one launch."""
+        profiles = tree_round_profiles(self.limits)
+        for name, path in write_tree_round(cache, self.scratch).items():
+            self.plan(name, path, profiles)
 
     def accept(self, vocab: int, draft: WrittenDraft | None) -> None:
         d2t = draft.d2t if draft else None

@@ -95,10 +95,7 @@ class RoundInputs:
         arena["draft_uniforms"][:] = self.uniforms[DRAFT, here]
         arena["accept_uniforms"][0] = self.uniforms[ACCEPT, here]
         arena["draw_uniforms"][0] = self.uniforms[DRAW, committed : committed + k + 1]
-        arena["temperature"][0] = self.params.temperature
-        arena["top_k"][0] = min(self.params.top_k, vocab)
-        arena["top_p"][0] = max(self.params.top_p, LEAST_TOP_P)
-        arena["min_p"][0] = self.params.min_p
+        fill_parameters(arena, self.params, vocab)
         arena["block"][0, :2] = self.tokens[-2:]
 
 
@@ -200,6 +197,13 @@ DECIDED = (
     Field(name="last_row", shape=(1,), dtype=np.int64),
     Field(name="new_lengths", shape=(1,), dtype=np.int32),
 )
+
+
+def fill_parameters(arena: Arena, params: SamplingParams, vocab: int) -> None:
+    arena["temperature"][0] = params.temperature
+    arena["top_k"][0] = min(params.top_k, vocab)
+    arena["top_p"][0] = max(params.top_p, LEAST_TOP_P)
+    arena["min_p"][0] = params.min_p
 
 
 def _arena(k: int, allocate: Allocate) -> Arena:

@@ -25,8 +25,17 @@ from ..executor import EngineOptions, Executor
 from ..manifest import Manifest
 from ..round import Rounds
 from ..target import TargetStep
+from ..tree_contract import (
+    ON_DEVICE,
+    TREE_GRAPHS,
+    caches_a_call,
+    path_graph,
+    pick_graph,
+    place_graph,
+)
 from ..tree_shape import Brancher
 from ..whole_rounds import WholeRounds
+from ..whole_tree import WholeTreeEngines, WholeTrees
 from .call import CudaCall
 from .device import Device
 from .executor import CudaExecutor
@@ -52,7 +61,7 @@ class EngineGraphs:
         plans = [name for name in manifest.files if name.startswith("engines/draft")]
         # Of what only engines touch, nothing is copied; a lookup's q is written by the host.
         self._resident = frozenset(
-            {LOGITS.name, *((DRAFT_PROBS.name, DRAFT_STEP_PROBS.name) if plans else ())}
+            {LOGITS.name, *ON_DEVICE, *((DRAFT_PROBS.name, DRAFT_STEP_PROBS.name) if plans else ())}
         )
 
     def open(self, name: str, spec: GraphSpec, options: EngineOptions) -> Executor:
@@ -72,18 +81,22 @@ class EngineGraphs:
         accept: AcceptStep,
         brancher: Brancher | None,
     ) -> Rounds:
-        """Launched whole where the draft's engine is beside the target's, trees from any drafter.
+        """Launched whole where the draft's engine is beside the target's; of other trees the part
+        that the target decides.
 
         What reads the target's states takes the steps, between which they come to the host.
         """
-        limits, captured, trees = self._manifest.limits, None, None
+        limits, captured, trees, whole_trees = self._manifest.limits, None, None, None
         if isinstance(drafter, DraftModel) and "draft" in self._executors:
             captured = self._captured(target, drafter)
         if limits.max_tree_nodes and target.features is None:
             trees = self._trees(target, buffers)
+        if isinstance(drafter, DraftModel) and self._has(TREE_GRAPHS):
+            whole_trees = self._whole_trees(target, drafter)
         return WholeRounds(
             buffers, target, drafter, accept, brancher,
-            captured=captured, trees=trees, max_context=limits.max_context,
+            captured=captured, trees=trees, whole_trees=whole_trees,
+            max_context=limits.max_context,
         )  # fmt: skip
 
     def _captured(self, target: TargetStep, drafter: DraftModel) -> CapturedRounds:
@@ -114,6 +127,32 @@ class EngineGraphs:
         return CapturedTrees(
             engines,
             buffers,
+            contexts=self._contexts(),
+            free_bytes=self.device.free_bytes,
+            reserve_bytes=RESERVE_BYTES,
+            allocate=self.device.memory.pinned,
+            make=self._make,
+        )
+
+    def _has(self, names: Sequence[str]) -> bool:
+        """Plans that bundles of an earlier build lack: what they are for then takes the steps."""
+        return all(f"engines/{name}.plan" in self._manifest.files for name in names)
+
+    def _whole_trees(self, target: TargetStep, drafter: DraftModel) -> WholeTrees:
+        executors, cache = self._executors, self._manifest.target.cache
+        specs = {"pick": pick_graph(), "path": path_graph(cache), "place": place_graph(cache)}
+        for name, spec in specs.items():
+            self.open(name, spec, EngineOptions())
+        engines = WholeTreeEngines(
+            **{name: executors[name] for name in ("target", "branch", "accept", *specs)},
+            target_caches=target.caches,
+            draft_caches=drafter.caches,
+            joined=target.joined_caches(caches_a_call(cache)),
+        )
+        return WholeTrees(
+            engines,
+            vocab=self._manifest.target.vocab_size,
+            draft_vocab=self._manifest.draft_vocab_size,
             contexts=self._contexts(),
             free_bytes=self.device.free_bytes,
             reserve_bytes=RESERVE_BYTES,
