@@ -108,7 +108,7 @@ def test_tokens_are_those_of_rounds_that_the_host_drives(
             accepted += found.num_accepted
             for one in pair.rounds:
                 one.rollback(len(tokens))
-    assert accepted > 10
+    assert accepted > 5
     assert tree.tree.parents in {one.parents for one in rounds.whole_trees.programs.captured}
 
 
