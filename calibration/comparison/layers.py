@@ -110,7 +110,9 @@ def draft_layers(
     """The same of the draft, which is read a token a step, so on the last DRAFT_TOKENS of them."""
     if not all(isinstance(b.manifest.draft, ModelDraft) for b in (bundle, reference)):
         return Layers(
-            tokens=0, layers=(), skipped="only a draft model's are measured, not a head's"
+            tokens=0,
+            layers=(),
+            skipped="they are measured where both sides draft with a model of its own",
         )
     pair = Model.draft(bundle), Model.draft(reference)
     if pair[0].vocab != pair[1].vocab:
