@@ -26,7 +26,7 @@ from engines.tensorrt.ranges import (
     draft_profiles,
     target_profiles,
 )
-from engines.tensorrt.rules import PLAN_OVERHEAD_BYTES, check_size
+from engines.tensorrt.rules import check_size, source_bytes
 from engines.tensorrt.strong_types import NARROW
 from engines.tensorrt.weight_only import WeightFormat
 from runtime.engine_contract import bucket_for, context_buckets
@@ -194,9 +194,20 @@ def test_a_type_that_a_target_lacks_is_refused(
 
 
 def test_a_plan_larger_than_its_weights_fails() -> None:
-    check_size("target.onnx", 110 << 20, 100 << 20)
-    with pytest.raises(BuildError, match=r"target\.onnx: received a plan of 2"):
-        check_size("target.onnx", (200 << 20) + PLAN_OVERHEAD_BYTES, 100 << 20)
+    weights = np.random.default_rng(0).integers(0, 256, 10 << 20).astype(np.uint8)
+    check_size("target.onnx", weights, len(weights))
+    with pytest.raises(BuildError, match=r"target\.onnx: received a plan that holds 20,9.*source"):
+        check_size("target.onnx", np.concatenate([weights, weights]), len(weights))
+
+
+def test_the_source_of_kernels_is_no_weight() -> None:
+    weights = np.random.default_rng(0).integers(0, 256, 10 << 20).astype(np.uint8)
+    source = np.frombuffer(b"__device__ half f(half x) {\n\treturn x;\n}\n" * (1 << 20), np.uint8)
+    assert source_bytes(weights) == 0
+    assert source_bytes(source) > 0.99 * len(source)
+    check_size("target.onnx", np.concatenate([weights, source]), len(weights))
+    with pytest.raises(BuildError, match="unpacked weights"):
+        check_size("target.onnx", np.concatenate([weights, source, weights]), len(weights))
 
 
 def test_a_missing_package_says_what_to_install() -> None:

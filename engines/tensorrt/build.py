@@ -16,13 +16,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 
 from runtime.errors import BuildError
 
 from .package import Library
 from .ranges import Profile
-from .rules import check_casts, check_size, check_warnings
+from .rules import BINARY_BYTES, check_casts, check_size, check_warnings
 from .strong_types import meant_casts
 
 logger = logging.getLogger(__name__)
@@ -107,7 +108,8 @@ def build_plan(
     if timing is not None:
         timing.keep()
     weight_bytes = _weight_bytes(model)
-    check_size(path.name, data.nbytes, weight_bytes)
+    binaries = 0 if library.portable_builds else BINARY_BYTES * len(profiles)
+    check_size(path.name, np.frombuffer(data, np.uint8), weight_bytes, binaries)
     logger.info("%s: plan of %d bytes, weights %d", path.name, data.nbytes, weight_bytes)
     return Plan(data=bytes(memoryview(data)), warnings=warnings, weight_bytes=weight_bytes)
 

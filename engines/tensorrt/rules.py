@@ -10,6 +10,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from runtime.errors import BuildError
 
 from .shape_inputs import CONTEXT_SLOTS, LOGIT_SLOTS
@@ -19,7 +21,15 @@ _SHAPES_ONLY = re.compile(rf"Input Tensor ({LOGIT_SLOTS}|{CONTEXT_SLOTS}) is unu
 _UNUSED = re.compile(r"unused input|is unused", re.IGNORECASE)
 
 PLAN_SLACK = 1.1  # of the weights' bytes: what an engine pads
-PLAN_OVERHEAD_BYTES = 24 << 20  # kernels, and tables over the vocabulary in accept
+PLAN_OVERHEAD_BYTES = 2 << 20  # the graph itself, and tables over the vocabulary in accept
+# Kernels of a profile that a builder stores compiled, as TensorRT does. Not measured: needs a GPU.
+BINARY_BYTES = 32 << 20
+
+_TEXT = np.zeros(256, np.bool_)
+_TEXT[32:127] = True
+_TEXT[[9, 10, 13]] = True  # tab and line ends
+_TEXT_BLOCK = 1024
+_READ_BYTES = 64 << 20
 
 
 def check_warnings(name: str, warnings: Sequence[str]) -> None:
@@ -54,12 +64,32 @@ def _widens(layer: Any, api: Any) -> bool:
     return layer.get_input(0).dtype in narrow and layer.get_output(0).dtype == api.DataType.FLOAT
 
 
-def check_size(name: str, plan_bytes: int, weight_bytes: int) -> None:
-    """Raises BuildError for a plan that holds more than its weights as they were quantized."""
-    most = int(weight_bytes * PLAN_SLACK) + PLAN_OVERHEAD_BYTES
-    if plan_bytes > most:
+def source_bytes(plan: np.ndarray) -> int:
+    """How much of a plan (u8 bytes) is the text of kernels, in whole blocks of 1 KiB.
+
+    TensorRT-RTX compiles its fused kernels where they run: a plan holds the source of each, 80 kB
+    of common declarations included, once for every layer and profile. Weights are no text: 1,024
+    bytes of them in a row that are all printable don't occur.
+    """
+    found = 0
+    for first in range(0, len(plan), _READ_BYTES):
+        part = plan[first : first + _READ_BYTES]
+        whole = part[: len(part) // _TEXT_BLOCK * _TEXT_BLOCK].reshape(-1, _TEXT_BLOCK)
+        found += int(_TEXT[whole].all(axis=1).sum()) * _TEXT_BLOCK
+    return found
+
+
+def check_size(name: str, plan: np.ndarray, weight_bytes: int, binary_bytes: int = 0) -> None:
+    """plan: its bytes (u8); binary_bytes: what compiled kernels may take.
+
+    Raises BuildError for a plan that holds more than its weights as they were quantized.
+    """
+    held = len(plan) - source_bytes(plan)
+    most = int(weight_bytes * PLAN_SLACK) + PLAN_OVERHEAD_BYTES + binary_bytes
+    if held > most:
         raise BuildError(
-            f"{name}: received a plan of {plan_bytes:,} bytes for weights of {weight_bytes:,}. "
-            f"Expected at most {most:,}: the builder unpacked weights, or keeps them twice; choose "
-            "another --precision, and please report this."
+            f"{name}: received a plan that holds {held:,} bytes, the source of its kernels not "
+            f"counted, for weights of {weight_bytes:,}. Expected at most {most:,}: the builder "
+            "unpacked weights, or keeps them twice; choose another --precision, and please report "
+            "this."
         )
