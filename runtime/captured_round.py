@@ -13,33 +13,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .arena import Allocate, Arena, Field
-from .captured_programs import CapturedPrograms, Program, RoundShape
+from .captured_calls import (
+    DECIDED,
+    PARAMETERS,
+    Binds,
+    Bound,
+    Decision,
+    MakeProgram,
+    fill_parameters,
+    present,
+)
+from .captured_programs import CapturedPrograms, RoundShape
 from .errors import EngineError
-from .executor import Buffers
 from .outcome import Outcome
 from .sampling import SamplingParams
-from .sampling_inputs import LEAST_TOP_P
 from .tree import Tree
-from .tree_buffers import TreeBuffers, chain_inputs
+from .tree_buffers import TreeBuffers
 from .uniforms import ACCEPT, DRAFT, DRAW
 
 Array = NDArray[Any]
-
-
-class Bound(Protocol):
-    def run(self) -> float: ...
-
-
-class Binds(Protocol):
-    """The executor protocol: an engine that prepares calls on fixed arrays."""
-
-    def bind(self, inputs: Buffers, outputs: Buffers) -> Bound: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,25 +49,6 @@ class RoundEngines:
     accept: Binds
     target_caches: Mapping[str, Array]
     draft_caches: Mapping[str, Array]
-
-
-# Turns a round's calls into one program: `up` is copied before them, `down` after them.
-MakeProgram = Callable[[Sequence[Bound], int, Array, Array], Program]
-
-
-class Sequential:
-    """The calls one by one: what a captured program must not differ from."""
-
-    def __init__(self, calls: Sequence[Bound]) -> None:
-        self._calls = calls
-
-    def run(self) -> float:
-        return sum(call.run() for call in self._calls)
-
-
-def sequentially(calls: Sequence[Bound], _context: int, _up: Array, _down: Array) -> Program:
-    """For engines that run where the host does: there is nothing to copy."""
-    return Sequential(calls)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,12 +99,17 @@ class RoundProgram:
         self.shape = shape
         self.arena = _arena(shape.drafts, allocate)
         self._engines = engines
-        self._chain = TreeBuffers.of(Tree.chain(shape.drafts))
-        self._tables = neutral_tables(vocab, shape.drafts + 1)
-        self._logits = np.zeros((1, shape.drafts + 1, vocab), np.float32)
-        self._q = np.zeros((1, shape.drafts, draft_vocab), np.float32)
-        inputs.fill(self.arena, shape.drafts, vocab)
-        calls = [*map(self._draft, range(shape.drafts)), self._verify(), self._accept()]
+        drafts = shape.drafts
+        self.decision = Decision(
+            self.arena,
+            self.arena["block"][:, 1:],
+            TreeBuffers.of(Tree.chain(drafts)),
+            q_rows=np.arange(drafts)[None],
+            q=np.zeros((1, drafts, draft_vocab), np.float32),
+            vocab=vocab,
+        )
+        inputs.fill(self.arena, drafts, vocab)
+        calls = [*map(self._draft, range(drafts)), *self.decision.calls(engines)]
         self._program = make(calls, shape.context, self.arena.up, self.arena.down)
 
     def run(self) -> float:
@@ -138,72 +122,16 @@ class RoundProgram:
             "past_lengths": a["draft_lengths"][step : step + 1],
             "draft_uniforms": a["draft_uniforms"][step : step + 1],
             "drafted_tokens": a["block"][:, 2 : 2 + step],
-            "allowed_tokens": self._tables["allowed_tokens"][:, :1],
-            **self._sampling(),
+            "allowed_tokens": self.decision.allowed(1),
+            **self.decision.sampling(),
             **self._engines.draft_caches,
         }
         outputs = {
             "draft_token": a["block"][:, step + 2 : step + 3],
-            "draft_step_probs": self._q[:, step : step + 1],
+            "draft_step_probs": self.decision.q[:, step : step + 1],
             **present(self._engines.draft_caches),
         }
         return self._engines.draft.bind(inputs, outputs)
-
-    def _verify(self) -> Bound:
-        rows = self.shape.drafts + 1
-        inputs = {
-            "input_ids": self.arena["block"][:, 1 : 1 + rows],
-            "past_lengths": self.arena["target_lengths"],
-            "num_logits": np.array(rows, np.int64),
-            **chain_inputs(rows),
-            **self._engines.target_caches,
-        }
-        outputs = {"logits": self._logits, **present(self._engines.target_caches)}
-        return self._engines.target.bind(inputs, outputs)
-
-    def _accept(self) -> Bound:
-        a = self.arena
-        inputs = {
-            "logits": self._logits,
-            "draft_tokens": a["block"][:, 2:],
-            "draft_probs": self._q,
-            "parents": self._chain.parents,
-            "q_rows": np.arange(self.shape.drafts)[None],
-            "visible": self._chain.visible,
-            "accept_uniforms": a["accept_uniforms"],
-            "draw_uniforms": a["draw_uniforms"],
-            "past_lengths": a["target_lengths"],
-            "allowed_tokens": self._tables["allowed_tokens"],
-            **self._sampling(),
-        }
-        return self._engines.accept.bind(inputs, {one.name: a[one.name] for one in DECIDED})
-
-    def _sampling(self) -> dict[str, Array]:
-        """Parameters from the arena; tables that stay neutral for good."""
-        tables = {k: v for k, v in self._tables.items() if k != "allowed_tokens"}
-        return {one.name: self.arena[one.name] for one in PARAMETERS} | tables
-
-
-#: what a request sets, and what acceptance tells
-PARAMETERS = (
-    Field(name="temperature", shape=(1,), dtype=np.float32),
-    Field(name="top_k", shape=(1,), dtype=np.int64),
-    Field(name="top_p", shape=(1,), dtype=np.float32),
-    Field(name="min_p", shape=(1,), dtype=np.float32),
-)
-DECIDED = (
-    Field(name="num_accepted", shape=(1,), dtype=np.int64),
-    Field(name="next_token", shape=(1,), dtype=np.int64),
-    Field(name="last_row", shape=(1,), dtype=np.int64),
-    Field(name="new_lengths", shape=(1,), dtype=np.int32),
-)
-
-
-def fill_parameters(arena: Arena, params: SamplingParams, vocab: int) -> None:
-    arena["temperature"][0] = params.temperature
-    arena["top_k"][0] = min(params.top_k, vocab)
-    arena["top_p"][0] = max(params.top_p, LEAST_TOP_P)
-    arena["min_p"][0] = params.min_p
 
 
 def _arena(k: int, allocate: Allocate) -> Arena:
@@ -221,25 +149,6 @@ def _arena(k: int, allocate: Allocate) -> Arena:
         round=DECIDED,
         allocate=allocate,
     )
-
-
-def neutral_tables(vocab: int, rows: int) -> dict[str, Array]:
-    """Of a request without adjustments, for so many rows."""
-    return {
-        "adjust": np.zeros((1,), np.bool_),
-        "repetition_penalty": np.ones((1,), np.float32),
-        "presence_penalty": np.zeros((1,), np.float32),
-        "frequency_penalty": np.zeros((1,), np.float32),
-        "logit_bias": np.zeros((1, vocab), np.float32),
-        "seen_tokens": np.zeros((1, vocab), np.bool_),
-        "output_counts": np.zeros((1, vocab), np.float32),
-        "allowed_tokens": np.ones((1, rows, vocab), np.bool_),
-    }
-
-
-def present(caches: Mapping[str, Array]) -> dict[str, Array]:
-    """The same arrays as outputs: they are written in place."""
-    return {name.replace("past_key_values", "present"): array for name, array in caches.items()}
 
 
 class CapturedRounds:

@@ -20,17 +20,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .arena import Allocate, Arena, Field
-from .captured_programs import CapturedPrograms, RoundShape
-from .captured_round import (
+from .captured_calls import (
     DECIDED,
     PARAMETERS,
     Binds,
     Bound,
     MakeProgram,
     fill_parameters,
-    neutral_tables,
+    of_certain,
     present,
 )
+from .captured_programs import CapturedPrograms, RoundShape
 from .contract import BRANCH_WIDTH
 from .errors import EngineError
 from .growth import Growth, Level
@@ -114,18 +114,15 @@ class WholeTreeProgram:
         self.growth = Growth(Tree(shape.parents))
         self.arena = _arena(self.growth, allocate)
         self._engines = engines
-        size, ranked = shape.drafts, self.growth.ranked_rows
-        self._tree = TreeBuffers.of(self.growth.tree)
-        self._tables = neutral_tables(vocab, size + 1)
-        self._logits = np.zeros((1, size + 1, vocab), np.float32)
-        self._q = np.zeros((1, 1, draft_vocab), np.float32)
+        ranked = self.growth.ranked_rows
+        block, tree = self.arena["block"], TreeBuffers.of(self.growth.tree)
+        decision = of_certain(self.arena, block, tree, vocab=vocab, draft_vocab=draft_vocab)
         self._ranked = np.zeros((1, ranked, BRANCH_WIDTH), np.int64)
         self._probs = np.zeros((1, ranked, BRANCH_WIDTH), np.float32)
         inputs.fill(self.arena, self.growth, vocab)
         grown = [call for i in range(len(self.growth.levels)) for call in self._grow(i)]
-        drafts = self._pick(self.growth.picks, self.arena["block"][:, 1:])
-        decided = [self._verify(), self._accept()]
-        calls = [self._read(), *grown, drafts, *decided, *self._move()]
+        drafts = self._pick(self.growth.picks, block[:, 1:])
+        calls = [self._read(), *grown, drafts, *decision.calls(engines), *self._move()]
         self._program = make(calls, shape.context, self.arena.up, self.arena.down)
 
     def run(self) -> float:
@@ -166,35 +163,6 @@ class WholeTreeProgram:
     def _pick(self, picks: Array, to: Array) -> Bound:
         inputs = {"ranked": self._ranked, "picks": picks}
         return self._engines.pick.bind(inputs, {"picked_tokens": to})
-
-    def _verify(self) -> Bound:
-        a = self.arena
-        inputs = {
-            "input_ids": a["block"],
-            "past_lengths": a["target_lengths"],
-            "num_logits": np.array(a["block"].shape[1], np.int64),
-            **self._tree.inputs(),
-            **self._engines.target_caches,
-        }
-        outputs = {"logits": self._logits, **present(self._engines.target_caches)}
-        return self._engines.target.bind(inputs, outputs)
-
-    def _accept(self) -> Bound:
-        a = self.arena
-        inputs = {
-            "logits": self._logits,
-            "draft_tokens": a["block"][:, 1:],
-            "draft_probs": self._q,
-            "parents": self._tree.parents,
-            "q_rows": np.full((1, self.growth.tree.size), -1, np.int64),
-            "visible": self._tree.visible,
-            "accept_uniforms": a["accept_uniforms"],
-            "draw_uniforms": a["draw_uniforms"],
-            "past_lengths": a["target_lengths"],
-            **self._tables,
-            **{one.name: a[one.name] for one in PARAMETERS},
-        }
-        return self._engines.accept.bind(inputs, {one.name: a[one.name] for one in DECIDED})
 
     def _move(self) -> list[Bound]:
         """The rows of the accepted path to behind the root's, in all layers."""

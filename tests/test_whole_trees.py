@@ -21,8 +21,8 @@ from export.tree_round_graphs import write_tree_round
 from runtime import whole_tree
 from runtime.arena import on_host
 from runtime.bundle import Bundle
+from runtime.captured_calls import MakeProgram, sequentially
 from runtime.captured_programs import Program
-from runtime.captured_round import MakeProgram, sequentially
 from runtime.contract import CacheSpec, accept_graph, branch_graph, target_graph
 from runtime.draft_model import DraftModel
 from runtime.engine import load_rounds

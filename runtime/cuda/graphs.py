@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from ..accept import AcceptStep
 from ..buffers import RoundBuffers
+from ..captured_calls import Bound
 from ..captured_programs import Program
-from ..captured_round import Bound, CapturedRounds, RoundEngines
+from ..captured_round import CapturedRounds, RoundEngines
 from ..captured_tree import CapturedTrees, TreeEngines
 from ..contract import DRAFT_PROBS, DRAFT_STEP_PROBS, LOGITS, GraphSpec
 from ..draft_model import DraftModel

@@ -14,7 +14,8 @@ import numpy as np
 
 from runtime.arena import on_host
 from runtime.bundle import Bundle
-from runtime.captured_round import CapturedRounds, RoundEngines, sequentially
+from runtime.captured_calls import sequentially
+from runtime.captured_round import CapturedRounds, RoundEngines
 from runtime.contract import GraphSpec
 from runtime.draft_model import DraftModel
 from runtime.engine import Graphs, load_rounds, open_graphs
