@@ -2,7 +2,8 @@
 
 As in `runtime.captured_round` nothing of a call is in the program but its shapes, here the number
 of drafts and the context: the tree itself, who descends from whom, is tensors of the arena, and so
-a program serves every tree of its size. Rows of the accepted path are moved behind it.
+a program serves every tree of its size. Rows of the accepted path are moved behind it. For trees
+that the host grows: dynamic ones, a lookup's, and what `runtime.whole_tree` doesn't serve.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ from .tree_contract import CACHES, PATH_ROWS, PLACED
 from .uniforms import DRAW
 
 Array = NDArray[Any]
-MOST_TREES = 8  # programs are kept for good: the trees that come later take the steps
+MOST_TREES = 32  # programs are kept for good: the trees that come later take the steps
 
 
 @dataclass(frozen=True, kw_only=True)

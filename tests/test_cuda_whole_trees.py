@@ -90,8 +90,8 @@ def _begun(pair: Pair, prompt: list[int], params: SamplingParams, seed: int) -> 
 def test_tokens_are_those_of_rounds_that_the_host_drives(
     pair: Pair, shape: str, params: SamplingParams
 ) -> None:
-    """To the context's end, in one launch each. The host reads what the draft lacks, a program always
-    as many rows, whose fp16 bits may differ: of 2,411 rounds that were tried, no tie fell otherwise.
+    """To the context's end, in one launch each. The host reads what the draft lacks, a program as
+    many rows always, whose fp16 bits may differ: no tie fell otherwise in 2,411 rounds once tried.
     """
     tree, accepted = parse_tree(shape), 0
     rounds, steps = pair.rounds
@@ -248,6 +248,11 @@ def test_the_gpu_check_tells_whether_rows_moved(
     found = run_step("trees", check, time.monotonic() + 300)
     assert found["status"] == "passed", found
     assert found["figures"]["accepted"] > 0
+    assert found["figures"]["launches"] == found["figures"]["rounds"] > 0
+    assert found["figures"]["other_tokens"] == 0
+    aliased = run_step("aliasing", check, time.monotonic() + 60)
+    assert aliased["figures"]["place"] == 1
+    assert aliased["figures"]["path"] == 0
     check.close()
     _without_moves(monkeypatch)
     check = Check(path=place, onnx_bundle=None)

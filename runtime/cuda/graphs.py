@@ -6,7 +6,7 @@ and its rows of q cross to the GPU where accept reads them; nothing else does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -166,6 +166,11 @@ class EngineGraphs:
 
     def _make(self, calls: Sequence[Bound], rows: int, up: Array, down: Array) -> Program:
         return self.device.capture(cast(Sequence[CudaCall], calls), rows, up=up, down=down)
+
+    @property
+    def executors(self) -> Mapping[str, CudaExecutor]:
+        """All that were opened, those of `rounds` among them."""
+        return self._executors
 
     def upload(self, array: Array) -> None:
         twin = self.device.mirrors.address(array)

@@ -60,7 +60,8 @@ class Subject:
 
     @property
     def executors(self) -> dict[str, Executor]:
-        return self._graphs.executors
+        """Those of the graphs, and what rounds opened besides on a GPU."""
+        return {**self._graphs.executors, **getattr(self._graphs.graphs, "executors", {})}
 
     @property
     def drafts(self) -> bool:
