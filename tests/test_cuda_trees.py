@@ -64,21 +64,22 @@ def places(
 
 @pytest.fixture(scope="module")
 def on_the_cpu(
-    kept_traces: None, build_root: Path, tiny_target: Path
+    own_trees_bundle: Path, build_root: Path, tiny_target: Path
 ) -> Iterator[dict[str, Decoder]]:
     """ONNX Runtime's executor with the same drafters, fp32."""
-    found = {}
-    for name, draft in (("itself", str(tiny_target)), ("ngram", "ngram")):
-        request = BuildRequest(
-            target=str(tiny_target),
-            draft=draft,
-            out=build_root / f"cpu-trees-{name}",
-            precision="fp32",
-            max_context=CONTEXT,
-            max_draft_tokens=K,
-            max_tree_nodes=NODES,
-        )
-        found[name] = Decoder.load(build(request), threads=1)
+    lookup = BuildRequest(
+        target=str(tiny_target),
+        draft="ngram",
+        out=build_root / "cpu-trees-ngram",
+        precision="fp32",
+        max_context=CONTEXT,
+        max_draft_tokens=K,
+        max_tree_nodes=NODES,
+    )
+    found = {
+        "itself": Decoder.load(own_trees_bundle, threads=1),
+        "ngram": Decoder.load(build(lookup), threads=1),
+    }
     yield found | {"beside": found["itself"]}
     for decoder in found.values():
         decoder.close()

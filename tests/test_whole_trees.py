@@ -52,19 +52,23 @@ PARAMS = [
 SHAPE = Tree.of_widths([3, 2, 1])
 
 
-@pytest.fixture(scope="module", params=["itself", "distilled"])
+@pytest.fixture(
+    scope="module", params=["itself", pytest.param("distilled", marks=pytest.mark.slow)]
+)
 def bundle(
     request: pytest.FixtureRequest,
-    kept_traces: None,
+    own_trees_bundle: Path,
     build_root: Path,
     tiny_target: Path,
     tiny_draft: Path,
 ) -> Bundle:
     """What drafts: the target; a draft with fewer tokens and a cache of half the context."""
+    if request.param == "itself":
+        return Bundle.load(own_trees_bundle)
     asked = BuildRequest(
         target=str(tiny_target),
-        draft=str(tiny_target if request.param == "itself" else tiny_draft),
-        out=build_root / f"whole-trees-{request.param}",
+        draft=str(tiny_draft),
+        out=build_root / "whole-trees-distilled",
         precision="fp32",
         max_context=CONTEXT,
         max_draft_tokens=K,

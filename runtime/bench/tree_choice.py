@@ -166,7 +166,7 @@ def _beyond_verification(sample: Sample, verify_s: Mapping[int, float]) -> float
     nodes = length if isinstance(length, int) else getattr(length, "nodes", 0)
     each_s = verify_s[min((size for size in verify_s if size >= nodes), default=max(verify_s))]
     alone_s = stats["num_spec_steps"] * each_s + stats["num_plain_steps"] * verify_s[0]
-    return max(0.0, float(stats["verify_s"]) - alone_s)
+    return max(0.0, float(stats["verify_s"] - alone_s))
 
 
 def _part_s(samples: Sequence[Sample], part: str) -> float:
