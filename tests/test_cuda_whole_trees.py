@@ -96,7 +96,7 @@ def test_tokens_are_those_of_rounds_that_the_host_drives(
     tree, accepted = parse_tree(shape), 0
     rounds, steps = pair.rounds
     api = pair.graphs[0].device.driver.api
-    for seed in (1,):
+    for seed in range(2):
         tokens = _begun(pair, [5 + (seed + 3 * i) % 11 for i in range(30)], params, seed)
         while len(tokens) + tree.nodes < CONTEXT:
             launches = api.launches
@@ -109,7 +109,7 @@ def test_tokens_are_those_of_rounds_that_the_host_drives(
             accepted += found.num_accepted
             for one in pair.rounds:
                 one.rollback(len(tokens))
-    assert accepted > 3
+    assert accepted > 5
     assert tree.tree.parents in {one.parents for one in rounds.whole_trees.programs.captured}
 
 
