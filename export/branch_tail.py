@@ -15,7 +15,6 @@ from onnxscript import GraphBuilder
 from runtime.contract import BRANCH_WIDTH, LOGITS, TOP_PROBS, TOP_TOKENS
 from runtime.errors import BuildError
 
-from .adjust_graph import BANNED
 from .draft_vocabulary import DraftVocabulary
 from .graph_signature import name_outputs
 
@@ -40,9 +39,7 @@ def append_ranking(model: ir.Model, vocabulary: DraftVocabulary) -> None:
     builder.push_module("ranking")
     op = builder.op
     if vocabulary.size > vocabulary.target_size:
-        padding = vocabulary.size - vocabulary.target_size
-        kept = op.Slice(logits, [0], [vocabulary.target_size], [2])
-        logits = op.Pad(kept, [0, 0, 0, 0, 0, padding], BANNED)
+        logits = op.Slice(logits, [0], [vocabulary.target_size], [2])
     probs, tokens = op.TopK(
         op.Softmax(logits, axis=-1), [BRANCH_WIDTH], axis=-1, largest=1, sorted=1, _outputs=2
     )

@@ -25,9 +25,10 @@ from engines.tensorrt.ranges import (
     branch_profiles,
     draft_profiles,
     target_profiles,
+    tree_round_profiles,
 )
 from runtime.cards import ModelCard, ModelDraft
-from runtime.contract import branch_graph
+from runtime.contract import CacheSpec, branch_graph
 from runtime.errors import BuildError
 from runtime.manifest import EngineCard, Gate, Limits
 
@@ -59,6 +60,7 @@ from .ngram_draft import NgramDraftPlan
 from .oracle import record
 from .precision import Precision
 from .ranking_gate import BranchInputs, branch_gates
+from .tree_round_graphs import write_tree_round
 
 Progress = Callable[[str], None]
 
@@ -169,6 +171,8 @@ class _Builder:
         target_vocab = target.vocab_size
         on_engines = self.asked.draft_backend != "onnxruntime"
         if on_engines and isinstance(draft, ModelDraftPlan):
+            if self.trees:
+                self._tree_round(target.cache)
             return self._model_draft(draft, target_vocab)
         if on_engines and isinstance(draft, HeadPlan):
             return self._head(draft, target)
@@ -244,6 +248,12 @@ class _Builder:
         return write_branch_graph(
             draft.draft, precision, draft.context, self.scratch, vocabulary=vocabulary
         )
+
+    def _tree_round(self, cache: CacheSpec) -> None:
+        """What a round with a tree needs besides, to be one launch."""
+        profiles = tree_round_profiles(self.limits)
+        for name, path in write_tree_round(cache, self.scratch).items():
+            self.plan(name, path, profiles)
 
     def accept(self, vocab: int, draft: WrittenDraft | None) -> None:
         d2t = draft.d2t if draft else None

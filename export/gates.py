@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -22,6 +21,7 @@ from runtime.manifest import Gate
 from .checkpoint import find_name
 from .exact_graph import exact_arithmetic as exact_arithmetic
 from .gate_graph import GateGraph
+from .memory import available_bytes as available_bytes
 from .tolerances import EAGER, ENGINE, ROWS
 
 logger = logging.getLogger(__name__)
@@ -194,14 +194,6 @@ def _untie(model: PreTrainedModel, names: set[str], parameter: torch.nn.Paramete
 
 def _too_big(needed: int, free: int) -> str:
     return f"the eager model needs {needed / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free"
-
-
-def available_bytes() -> int:
-    """Memory that can be taken without swapping, as the kernel estimates it."""
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return 0
 
 
 def rows_at_once(graph: GateGraph, tokens: Sequence[int], k: int) -> Gate:

@@ -16,15 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .arena import Allocate, Arena, Field
-from .captured_round import (
-    DECIDED,
-    Binds,
-    Bound,
-    RoundEngines,
-    RoundInputs,
-    RoundProgram,
-    host_fields,
-)
+from .captured_calls import DECIDED, Binds, Bound
+from .captured_round import RoundEngines, RoundInputs, RoundProgram, host_fields
 from .executor import Buffers
 from .features import FeatureStore
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .captured_calls import Binds, Bound
 from .captured_head import StateEngines, StateProgram
-from .captured_round import Binds, Bound
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +44,11 @@ class MedusaProgram(StateProgram):
             "logits": self._head_logits[:, step : step + 1],
             "draft_uniforms": a["draft_uniforms"][step : step + 1],
             "drafted_tokens": a["block"][:, self.lead : end],
-            "allowed_tokens": self._tables["allowed_tokens"][:, :1],
-            **self._sampling(),
+            "allowed_tokens": self.decision.allowed(1),
+            **self.decision.sampling(),
         }
         outputs = {
             "draft_token": a["block"][:, end : end + 1],
-            "draft_step_probs": self._q[:, step : step + 1],
+            "draft_step_probs": self.decision.q[:, step : step + 1],
         }
         return self._engines.draft.bind(inputs, outputs)

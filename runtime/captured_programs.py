@@ -1,9 +1,10 @@
 """Which rounds are captured, and which one serves a call: bookkeeping that no backend knows.
 
 A program is everything that a round does, for one batch, one number of drafts and one context
-bucket. Programs are captured when they are first needed, the largest bucket of their kind before
-any smaller one: it needs the most memory, and serves every call that a smaller one could. So a
-smaller bucket is only ever an optimization, left out where memory is short.
+bucket; where it grows a tree, for that tree. Programs are captured when they are first needed, the
+largest bucket of their kind before any smaller one: it needs the most memory, and serves every call
+that a smaller one could. So a smaller bucket is only ever an optimization, left out where memory is
+short.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ class RoundShape:
     batch: int
     drafts: int  # k; a tree's nodes count
     context: int  # cache rows that attention reads: a bucket
+    parents: tuple[int, ...] = ()  # of the tree that the program grows; (): it grows none
 
     def __str__(self) -> str:
-        return f"batch {self.batch}, {self.drafts} drafts, context {self.context}"
+        grown = f" grown behind rows {self.parents}" if self.parents else ""
+        return f"batch {self.batch}, {self.drafts} drafts{grown}, context {self.context}"
 
 
 class Program(Protocol):
@@ -52,19 +55,20 @@ class CapturedPrograms(Generic[P]):
         self._free_bytes = free_bytes
         self._reserve_bytes = reserve_bytes
         self._programs: dict[RoundShape, P] = {}
-        self._costs: dict[tuple[int, int], int] = {}  # (batch, drafts) → bytes of the largest
+        self._costs: dict[RoundShape, int] = {}  # bytes, of the largest of each kind
 
     @property
     def captured(self) -> tuple[RoundShape, ...]:
         """In the order in which they were captured."""
         return tuple(self._programs)
 
-    def program(self, *, batch: int, drafts: int, rows: int) -> P:
+    def program(self, *, batch: int, drafts: int, rows: int, parents: tuple[int, ...] = ()) -> P:
         """The program for a call whose last cache row is `rows` - 1. Raises EngineError."""
-        shape = RoundShape(batch=batch, drafts=drafts, context=self._bucket(rows))
-        largest = replace(shape, context=self._contexts[-1])
+        bucket = self._bucket(rows)
+        shape = RoundShape(batch=batch, drafts=drafts, context=bucket, parents=parents)
+        largest = self._largest(shape)
         if largest not in self._programs:
-            self._costs[batch, drafts] = self._captured(largest)
+            self._costs[largest] = self._captured(largest)
         if shape not in self._programs and self._fits(shape):
             self._captured(shape)
         return self._programs[self._serving(shape)]
@@ -78,6 +82,9 @@ class CapturedPrograms(Generic[P]):
             "the context that the bundle was built for."
         )
 
+    def _largest(self, shape: RoundShape) -> RoundShape:
+        return replace(shape, context=self._contexts[-1])
+
     def _captured(self, shape: RoundShape) -> int:
         """Capture; returns the bytes that it took."""
         before = self._free_bytes()
@@ -86,7 +93,7 @@ class CapturedPrograms(Generic[P]):
 
     def _fits(self, shape: RoundShape) -> bool:
         """A smaller bucket takes at most what the largest of its kind took."""
-        cost = self._costs[shape.batch, shape.drafts]
+        cost = self._costs[self._largest(shape)]
         return self._free_bytes() - cost >= self._reserve_bytes
 
     def _serving(self, shape: RoundShape) -> RoundShape:

@@ -14,33 +14,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .arena import Allocate, Arena, Field
-from .captured_programs import CapturedPrograms, Program, RoundShape
+from .captured_calls import (
+    DECIDED,
+    PARAMETERS,
+    Binds,
+    Bound,
+    Decision,
+    MakeProgram,
+    fill_parameters,
+    present,
+)
+from .captured_programs import CapturedPrograms, RoundShape
 from .errors import EngineError
 from .executor import Buffers
 from .outcome import Outcome
 from .sampling import SamplingParams
-from .sampling_inputs import LEAST_TOP_P
 from .tree import Tree
-from .tree_buffers import TreeBuffers, chain_inputs
+from .tree_buffers import TreeBuffers
 from .uniforms import ACCEPT, DRAFT, DRAW
 
 Array = NDArray[Any]
-
-
-class Bound(Protocol):
-    def run(self) -> float: ...
-
-
-class Binds(Protocol):
-    """The executor protocol: an engine that prepares calls on fixed arrays."""
-
-    def bind(self, inputs: Buffers, outputs: Buffers) -> Bound: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,25 +51,6 @@ class RoundEngines:
     accept: Binds
     target_caches: Mapping[str, Array]
     draft_caches: Mapping[str, Array]
-
-
-# Turns a round's calls into one program: `up` is copied before them, `down` after them.
-MakeProgram = Callable[[Sequence[Bound], int, Array, Array], Program]
-
-
-class Sequential:
-    """The calls one by one: what a captured program must not differ from."""
-
-    def __init__(self, calls: Sequence[Bound]) -> None:
-        self._calls = calls
-
-    def run(self) -> float:
-        return sum(call.run() for call in self._calls)
-
-
-def sequentially(calls: Sequence[Bound], _context: int, _up: Array, _down: Array) -> Program:
-    """For engines that run where the host does: there is nothing to copy."""
-    return Sequential(calls)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,10 +76,7 @@ class RoundInputs:
         arena["draft_uniforms"][:] = self.uniforms[DRAFT, here]
         arena["accept_uniforms"][0] = self.uniforms[ACCEPT, here]
         arena["draw_uniforms"][0] = self.uniforms[DRAW, committed : committed + k + 1]
-        arena["temperature"][0] = self.params.temperature
-        arena["top_k"][0] = min(self.params.top_k, vocab)
-        arena["top_p"][0] = max(self.params.top_p, LEAST_TOP_P)
-        arena["min_p"][0] = self.params.min_p
+        fill_parameters(arena, self.params, vocab)
         arena["block"][0, :lead] = self.tokens[-lead:]
 
     def keep(self, arena: Arena) -> None:
@@ -125,16 +102,22 @@ class RoundProgram:
         make: MakeProgram,
     ) -> None:
         self.shape = shape
-        self.lead = self.leading(shape.drafts)
+        drafts = shape.drafts
+        self.lead = self.leading(drafts)
         self._engines = engines
-        self.arena = self._arena(shape.drafts, allocate)
-        self._chain = TreeBuffers.of(Tree.chain(shape.drafts))
-        self._tables = neutral_tables(vocab, shape.drafts + 1)
-        self._logits = np.zeros((1, shape.drafts + 1, vocab), np.float32)
-        self._q = np.zeros((1, shape.drafts, draft_vocab), np.float32)
-        inputs.fill(self.arena, shape.drafts, vocab)
-        drafts = map(self._draft, range(shape.drafts))
-        calls = [*self._before(), *drafts, self._verify(), self._accept()]
+        self.arena = self._arena(drafts, allocate)
+        self.decision = Decision(
+            self.arena,
+            self.arena["block"][:, self.lead - 1 :],
+            TreeBuffers.of(Tree.chain(drafts)),
+            q_rows=np.arange(drafts)[None],
+            q=np.zeros((1, drafts, draft_vocab), np.float32),
+            vocab=vocab,
+            given=self._features(),
+        )
+        inputs.fill(self.arena, drafts, vocab)
+        steps = map(self._draft, range(drafts))
+        calls = [*self._before(), *steps, *self.decision.calls(engines)]
         self._program = make(calls, shape.context, self.arena.up, self.arena.down)
 
     def run(self) -> float:
@@ -153,13 +136,13 @@ class RoundProgram:
             "past_lengths": a["draft_lengths"][step : step + 1],
             "draft_uniforms": a["draft_uniforms"][step : step + 1],
             "drafted_tokens": a["block"][:, lead:end],
-            "allowed_tokens": self._tables["allowed_tokens"][:, :1],
-            **self._sampling(),
+            "allowed_tokens": self.decision.allowed(1),
+            **self.decision.sampling(),
             **self._engines.draft_caches,
         }
         outputs = {
             "draft_token": a["block"][:, end : end + 1],
-            "draft_step_probs": self._q[:, step : step + 1],
+            "draft_step_probs": self.decision.q[:, step : step + 1],
             **present(self._engines.draft_caches),
         }
         more_inputs, more_outputs = self._states(step)
@@ -177,59 +160,9 @@ class RoundProgram:
         """Calls that the first step waits for."""
         return []
 
-    def _verify(self) -> Bound:
-        rows = self.shape.drafts + 1
-        inputs = {
-            "input_ids": self.arena["block"][:, self.lead - 1 :],
-            "past_lengths": self.arena["target_lengths"],
-            "num_logits": np.array(rows, np.int64),
-            **chain_inputs(rows),
-            **self._engines.target_caches,
-        }
-        caches = present(self._engines.target_caches)
-        outputs = {"logits": self._logits, **caches, **self._features()}
-        return self._engines.target.bind(inputs, outputs)
-
-    def _accept(self) -> Bound:
-        a = self.arena
-        inputs = {
-            "logits": self._logits,
-            "draft_tokens": a["block"][:, self.lead :],
-            "draft_probs": self._q,
-            "parents": self._chain.parents,
-            "q_rows": np.arange(self.shape.drafts)[None],
-            "visible": self._chain.visible,
-            "accept_uniforms": a["accept_uniforms"],
-            "draw_uniforms": a["draw_uniforms"],
-            "past_lengths": a["target_lengths"],
-            "allowed_tokens": self._tables["allowed_tokens"],
-            **self._sampling(),
-        }
-        return self._engines.accept.bind(inputs, {one.name: a[one.name] for one in DECIDED})
-
     def _arena(self, k: int, allocate: Allocate) -> Arena:
         block = Field(name="block", shape=(1, self.lead + k), dtype=np.int64)
         return Arena(host=host_fields(k), shared=(block,), round=DECIDED, allocate=allocate)
-
-    def _sampling(self) -> dict[str, Array]:
-        """Parameters from the arena; tables that stay neutral for good."""
-        tables = {k: v for k, v in self._tables.items() if k != "allowed_tokens"}
-        return {one.name: self.arena[one.name] for one in PARAMETERS} | tables
-
-
-#: what a request sets, and what acceptance tells
-PARAMETERS = (
-    Field(name="temperature", shape=(1,), dtype=np.float32),
-    Field(name="top_k", shape=(1,), dtype=np.int64),
-    Field(name="top_p", shape=(1,), dtype=np.float32),
-    Field(name="min_p", shape=(1,), dtype=np.float32),
-)
-DECIDED = (
-    Field(name="num_accepted", shape=(1,), dtype=np.int64),
-    Field(name="next_token", shape=(1,), dtype=np.int64),
-    Field(name="last_row", shape=(1,), dtype=np.int64),
-    Field(name="new_lengths", shape=(1,), dtype=np.int32),
-)
 
 
 def host_fields(k: int) -> tuple[Field, ...]:
@@ -242,25 +175,6 @@ def host_fields(k: int) -> tuple[Field, ...]:
         Field(name="draw_uniforms", shape=(1, k + 1), dtype=f32),
         *PARAMETERS,
     )
-
-
-def neutral_tables(vocab: int, rows: int) -> dict[str, Array]:
-    """Of a request without adjustments, for so many rows."""
-    return {
-        "adjust": np.zeros((1,), np.bool_),
-        "repetition_penalty": np.ones((1,), np.float32),
-        "presence_penalty": np.zeros((1,), np.float32),
-        "frequency_penalty": np.zeros((1,), np.float32),
-        "logit_bias": np.zeros((1, vocab), np.float32),
-        "seen_tokens": np.zeros((1, vocab), np.bool_),
-        "output_counts": np.zeros((1, vocab), np.float32),
-        "allowed_tokens": np.ones((1, rows, vocab), np.bool_),
-    }
-
-
-def present(caches: Mapping[str, Array]) -> dict[str, Array]:
-    """The same arrays as outputs: they are written in place."""
-    return {name.replace("past_key_values", "present"): array for name, array in caches.items()}
 
 
 class CapturedRounds:

@@ -2,7 +2,8 @@
 
 As in `runtime.captured_round` nothing of a call is in the program but its shapes, here the number
 of drafts and the context: the tree itself, who descends from whom, is tensors of the arena, and so
-a program serves every tree of its size. Rows of the accepted path are moved behind it.
+a program serves every tree of its size. Rows of the accepted path are moved behind it. For trees
+that the host grows: dynamic ones, a lookup's, and what `runtime.whole_tree` doesn't serve.
 """
 
 from __future__ import annotations
@@ -16,16 +17,9 @@ from numpy.typing import NDArray
 
 from .arena import Allocate, Arena, Field
 from .buffers import RoundBuffers
+from .captured_calls import DECIDED, PARAMETERS, Binds, MakeProgram, of_certain
 from .captured_programs import CapturedPrograms, RoundShape
-from .captured_round import (
-    DECIDED,
-    PARAMETERS,
-    Binds,
-    Bound,
-    MakeProgram,
-    neutral_tables,
-    present,
-)
+from .tree_buffers import TreeBuffers
 
 Array = NDArray[Any]
 
@@ -54,12 +48,12 @@ class TreeProgram:
         """buffers: of the round that it is made for, since making it may run its calls."""
         size, vocab = shape.drafts, buffers.logits.shape[2]
         self.arena = _arena(size, allocate)
-        self._engines, self._size = engines, size
-        self._tables = neutral_tables(vocab, size + 1)
-        self._logits = np.zeros((1, size + 1, vocab), np.float32)
-        self._q = np.zeros((1, 1, buffers.draft_probs.shape[2]), np.float32)
+        self._size, a = size, self.arena
+        tree = TreeBuffers(parents=a["parents"], visible=a["visible"], depths=a["depths"])
+        draft_vocab = buffers.draft_probs.shape[2]
+        self.decision = of_certain(a, a["block"], tree, vocab=vocab, draft_vocab=draft_vocab)
         self.fill(buffers)
-        calls = [self._verify(), self._accept()]
+        calls = self.decision.calls(engines)
         self._program = make(calls, shape.context, self.arena.up, self.arena.down)
 
     def fill(self, buffers: RoundBuffers) -> None:
@@ -75,36 +69,6 @@ class TreeProgram:
 
     def run(self) -> float:
         return self._program.run()
-
-    def _verify(self) -> Bound:
-        a = self.arena
-        inputs = {
-            "input_ids": a["block"],
-            "past_lengths": a["target_lengths"],
-            "num_logits": np.array(self._size + 1, np.int64),
-            "depths": a["depths"],
-            "visible": a["visible"],
-            **self._engines.target_caches,
-        }
-        outputs = {"logits": self._logits, **present(self._engines.target_caches)}
-        return self._engines.target.bind(inputs, outputs)
-
-    def _accept(self) -> Bound:
-        a = self.arena
-        inputs = {
-            "logits": self._logits,
-            "draft_tokens": a["block"][:, 1:],
-            "draft_probs": self._q,
-            "parents": a["parents"],
-            "q_rows": np.full((1, self._size), -1, np.int64),
-            "visible": a["visible"],
-            "accept_uniforms": a["accept_uniforms"],
-            "draw_uniforms": a["draw_uniforms"],
-            "past_lengths": a["target_lengths"],
-            **self._tables,
-            **{one.name: a[one.name] for one in PARAMETERS},
-        }
-        return self._engines.accept.bind(inputs, {one.name: a[one.name] for one in DECIDED})
 
 
 def _arena(size: int, allocate: Allocate) -> Arena:

@@ -42,6 +42,10 @@ class DraftWindow:
         """Behind a full window k drafts write k - 1 more rows."""
         return self._max_context - self.size + 1
 
+    def holds(self, end: int, drafts: int) -> bool:
+        """Whether there is a row for every position up to `end` and for so many drafts."""
+        return end - self.base + drafts <= self._max_context
+
     def rollback(self, end: int) -> None:
         """Keep what was read of the positions before `end`."""
         if end < self.base:

@@ -31,6 +31,17 @@ class ModelBrancher:
             unread = tokens[-1:]
         return self._calls.read(unread)
 
+    def catch_up(self, tokens: Sequence[int], last: int, rows: int) -> bool:
+        """Have read all committed tokens but the `last` at most, as a round that reads those anew
+        and grows `rows` wants it; False where the cache doesn't hold such a round."""
+        window, first = self._model.window, len(tokens) - last
+        window.make_room(len(tokens), rows + 1)
+        if first < window.base or not window.holds(len(tokens), rows):
+            return False
+        if unread := tokens[window.end : first]:
+            self._calls.read(unread)
+        return True
+
     def grow(self, rows: Sequence[int], draft: DraftTree) -> Ranked:
         return self._calls.grow(rows, draft)
 

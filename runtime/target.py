@@ -87,6 +87,11 @@ class TargetStep:
             self.features.keep_rows(first, [0, *path])
         return perf_counter() - start
 
+    def joined_caches(self, count: int) -> list[NDArray[Any]]:
+        """All caches, `count` of them in each array [1, count · heads, rows, size]."""
+        heads, rows, size = self._rows.shape[2:]
+        return list(self._rows.reshape(-1, 1, count * heads, rows, size))
+
     def prefill(self, tokens: Sequence[int]) -> float:
         """Append `tokens` (at most a chunk) to the cache; logits[0, 0] is the last one's row."""
         count = len(tokens)

@@ -138,7 +138,7 @@ class StaticTree:
         return self.name or f"static:{self.nodes}"
 
     def grown(self, brancher: Brancher, first: Ranked, nodes: int) -> tuple[DraftTree, float]:
-        shape = _level_by_level(self.tree)
+        shape = level_by_level(self.tree)
         children, place = shape.children(), {0: 0}  # rows of the shape → of the draft
         draft, seconds, level, found = DraftTree.empty(), 0.0, [0], first
         for depth in range(1, shape.depth + 1):
@@ -203,7 +203,7 @@ def _best(draft: DraftTree, rows: Sequence[int], count: int) -> list[int]:
     return sorted(rows, key=lambda row: (-draft.scores[row - 1], row))[:count]
 
 
-def _level_by_level(tree: Tree) -> Tree:
+def level_by_level(tree: Tree) -> Tree:
     """The same tree with its rows ordered by depth, siblings in their order."""
     children, order = tree.children(), [0]
     for row in order:

@@ -12,16 +12,10 @@ from typing import Any
 from numpy.typing import NDArray
 
 from .arena import Allocate
+from .captured_calls import Binds, MakeProgram
 from .captured_head import HeadEngines, HeadProgram, StateInputs
 from .captured_medusa import MedusaEngines, MedusaProgram
-from .captured_round import (
-    Binds,
-    CapturedRounds,
-    MakeProgram,
-    RoundEngines,
-    RoundInputs,
-    RoundProgram,
-)
+from .captured_round import CapturedRounds, RoundEngines, RoundInputs, RoundProgram
 from .draft_model import DraftModel
 from .drafter import Drafter
 from .eagle_drafter import EagleDrafter

@@ -14,21 +14,28 @@ from .accept import AcceptStep
 from .buffers import RoundBuffers
 from .captured_round import CapturedRounds
 from .captured_tree import CapturedTrees
+from .contract import BRANCH_WIDTH
+from .draft_model import DraftModel
 from .drafter import Drafter, Propose
 from .matcher import Matcher
+from .model_brancher import ModelBrancher
 from .outcome import Outcome
 from .round import Rounds
 from .sampling import SamplingParams
 from .target import TargetStep
-from .tree_shape import Brancher
+from .tree import Tree
+from .tree_shape import Brancher, StaticTree, TreeShape, level_by_level
 from .whole_chain import prepared, settle
+from .whole_tree import TreeInputs, WholeTrees
 
 
 class WholeRounds(Rounds):
     """Adjusted logits, grammars and bans need the host between the steps; such rounds take them.
 
-    Of trees the host decides what their drafts are; what follows, verification and acceptance, is
-    one launch.
+    Static trees of a draft model are one launch. Of others the host decides what their drafts are:
+    which rows of a dynamic tree are expanded follows from all that was ranked before, and a lookup
+    is the host's. What follows, verification and acceptance, is then one launch, and the rows of
+    the accepted path are moved behind it.
     """
 
     def __init__(
@@ -41,12 +48,15 @@ class WholeRounds(Rounds):
         *,
         captured: CapturedRounds | None,
         trees: CapturedTrees | None,
+        whole_trees: WholeTrees | None = None,
         max_context: int,
     ) -> None:
-        """captured: of a draft model or heads beside the target; None: chains take the steps."""
+        """captured: of a draft model or heads beside the target. whole_trees: of a draft model.
+        None: they take the steps."""
         super().__init__(buffers, target, drafter, accept, brancher)
         self.captured = captured
         self.trees = trees
+        self.whole_trees = whole_trees
         self._max_context = max_context
         self._params = SamplingParams()
 
@@ -75,6 +85,31 @@ class WholeRounds(Rounds):
         self.drafter.rollback(self.target.length)
         return outcome
 
+    def run_tree(
+        self, tokens: list[int], shape: TreeShape, nodes: int, uniforms: NDArray[Any]
+    ) -> Outcome:
+        """Near the end of the context, where not all drafts fit, the host grows what does."""
+        model, brancher, whole = self.drafter, self.brancher, self.whole_trees
+        tree = _all_of(shape, nodes)
+        if whole is None or tree is None or not self._is_free or not whole.serves(tree):
+            return super().run_tree(tokens, shape, nodes, uniforms)
+        if not isinstance(model, DraftModel) or not isinstance(brancher, ModelBrancher):
+            return super().run_tree(tokens, shape, nodes, uniforms)
+        reads, committed, window = tree.depth + 1, len(tokens), model.window
+        if not brancher.catch_up(tokens, reads, tree.size):
+            return super().run_tree(tokens, shape, nodes, uniforms)
+        inputs = TreeInputs(
+            tokens=tokens,
+            draft_rows=committed - reads - window.base,
+            uniforms=uniforms,
+            params=self._params,
+        )
+        outcome = whole.run(inputs, tree)
+        window.rows = committed - window.base
+        self.target.length = committed + outcome.num_accepted
+        model.rollback(self.target.length)
+        return outcome
+
     def _decide_tree(self, size: int) -> tuple[float, float]:
         if self.trees is None or not size or not self._is_free:
             return super()._decide_tree(size)
@@ -88,3 +123,11 @@ class WholeRounds(Rounds):
     def _is_free(self) -> bool:
         """Whether no table of the host's is read between the steps."""
         return not (self.buffers.sampling.shared["adjust"][0] or self.constraint.active)
+
+
+def _all_of(shape: TreeShape, nodes: int) -> Tree | None:
+    """The tree of a static shape, level by level, where a drafter that ranks BRANCH_WIDTH tokens
+    fills all of it."""
+    if not isinstance(shape, StaticTree) or not 0 < shape.nodes <= nodes:
+        return None
+    return level_by_level(shape.tree) if shape.width <= BRANCH_WIDTH else None

@@ -120,6 +120,26 @@ def own_draft_bundle(kept_traces: None, build_root: Path, tiny_target: Path) -> 
 
 
 @pytest.fixture(scope="session")
+def own_trees_bundle(kept_traces: None, build_root: Path, tiny_target: Path) -> Path:
+    """The same, with trees."""
+    from helpers_build import K
+
+    from export.build import BuildRequest, build
+
+    return build(
+        BuildRequest(
+            target=str(tiny_target),
+            draft=str(tiny_target),
+            out=build_root / "own-trees",
+            precision="fp32",
+            max_context=96,
+            max_draft_tokens=K,
+            max_tree_nodes=24,
+        )
+    )
+
+
+@pytest.fixture(scope="session")
 def fp32_bundle(kept_traces: None, build_root: Path, tiny_target: Path, tiny_draft: Path) -> Path:
     from helpers_build import build_bundle
 

@@ -16,7 +16,8 @@ from onnx import numpy_helper
 from typer.testing import CliRunner
 
 from calibration.cli import app
-from calibration.comparison.open_graph import Model, OpenGraph
+from calibration.comparison.model import Model
+from calibration.comparison.open_graph import OpenGraph
 from runtime.bundle import Bundle
 from runtime.bundle_files import record_files
 from runtime.manifest import Manifest

@@ -10,13 +10,15 @@ import numpy as np
 import pytest
 from family_configs import FAMILIES
 from helpers_build import K
-from helpers_calibration import changed_tensor
+from helpers_calibration import altered, changed_tensor
 from tiny_checkpoints import save
 
 from calibration import solve as solving
 from calibration.awq import cut, factors, output_error
 from calibration.block_quantization import BlockFormat, dequantize, quantize, signed_codes
 from calibration.collect import Calibration
+from calibration.comparison.law import log_law
+from calibration.comparison.layers import target_layers
 from calibration.factors import Factors
 from calibration.folds import Fold, find_folds
 from calibration.sites import ReferenceGraph
@@ -214,6 +216,41 @@ def test_a_bundle_passes_its_gates_and_layers_are_nearer(asked: BuildRequest) ->
     assert len(errors) == 2 * 4
     assert all(one["solved"] < 1.001 * one["nearest"] for one in errors.values())
     assert sum(e["solved"] for e in errors.values()) < sum(e["nearest"] for e in errors.values())
+
+
+def test_what_a_decoder_layer_costs_is_measured_with_its_factors(
+    asked: BuildRequest, fp32_bundle: Path, tmp_path: Path
+) -> None:
+    """A weight that is scaled for its neighbours means nothing without them; a layer does, and what
+    the layers cost adds up to what all of them cost together."""
+    path, options = build(asked), EngineOptions(threads=1, spin=False)
+    tokens = [(7 * i) % 250 for i in range(24)]
+
+    def costs(bundle: Path, reference: Path = fp32_bundle) -> dict[str, float]:
+        sides = Bundle.load(reference), Bundle.load(bundle)
+        return {one.name: one.kl for one in target_layers(*sides, tokens, options).layers}
+
+    found = costs(path)
+    assert list(found) == ["lm_head (lookup)", "layers.0", "layers.1", "lm_head"]
+    theirs, ours = (_law(bundle, tokens) for bundle in (fp32_bundle, path))
+    drift = float((np.exp(theirs) * (theirs - ours)).sum(-1).mean())
+    assert sum(found.values()) == pytest.approx(drift, rel=0.1)
+    assert set(costs(path, path).values()) == {0.0}
+
+    # Without its part of the factors the layer computes something else.
+    norm = "model.layers.1.post_attention_layernorm.weight"
+    fault = changed_tensor(norm, np.float32, np.ones_like, "target")
+    broken = costs(altered(path, tmp_path / "broken", fault))
+    assert broken["layers.1"] > 1.05 * found["layers.1"]
+    assert broken["layers.0"] == found["layers.0"]
+
+
+def _law(path: Path, tokens: list[int]) -> np.ndarray:
+    """log p [tokens, vocab] of a bundle's target."""
+    bundle = Bundle.load(path)
+    card = bundle.manifest.target
+    graph = GateGraph(bundle.model_path("target"), card.cache, card.vocab_size)
+    return log_law(graph.in_chunks(tokens))
 
 
 def test_an_interrupted_calibration_goes_on(

@@ -18,7 +18,8 @@ from helpers_calibration import (
 )
 from helpers_runtime import VOCAB, write_bundle
 
-from calibration.comparison.open_graph import Model, OpenGraph
+from calibration.comparison.model import Model
+from calibration.comparison.open_graph import OpenGraph
 from calibration.comparison.opened import OpenBundle
 from runtime.bundle import Bundle
 from runtime.executor import EngineOptions

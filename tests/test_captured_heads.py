@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 
 from runtime.arena import on_host
 from runtime.bundle import Bundle
+from runtime.captured_calls import MakeProgram, sequentially
 from runtime.captured_programs import RoundShape
-from runtime.captured_round import MakeProgram, RoundProgram, sequentially
+from runtime.captured_round import RoundProgram
 from runtime.contract import (
     accept_graph,
     eagle_graph,
@@ -99,7 +100,7 @@ class Whole:
         if program is not None:
             program.arena.memory[:] = 0xFF  # NaN, and lengths and tokens of -1
             inside = [getattr(program, name, ()) for name in ("_own", "_head_logits")]
-            for array in (program._logits, program._q, *inside[0], *inside[1]):
+            for array in (program.decision.logits, program.decision.q, *inside[0], *inside[1]):
                 array[...] = np.nan
 
     def run(self, tokens: list[int], k: int, uniforms: np.ndarray) -> tuple[Outcome, list[int]]:

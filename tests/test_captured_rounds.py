@@ -14,14 +14,13 @@ from hypothesis import strategies as st
 
 from runtime.arena import ALIGNMENT, Arena, Field, on_host
 from runtime.bundle import Bundle
+from runtime.captured_calls import MakeProgram, sequentially
 from runtime.captured_programs import CapturedPrograms, RoundShape
 from runtime.captured_round import (
     CapturedRounds,
-    MakeProgram,
     RoundEngines,
     RoundInputs,
     RoundProgram,
-    sequentially,
 )
 from runtime.contract import accept_graph, draft_graph, target_graph
 from runtime.draft_model import DraftModel
@@ -134,8 +133,8 @@ def _poison(program: RoundProgram | None) -> None:
     if program is None:
         return
     program.arena.memory[:] = 0xFF  # NaN, and lengths and tokens of -1
-    program._logits[:] = np.nan
-    program._q[:] = np.nan
+    program.decision.logits[:] = np.nan
+    program.decision.q[:] = np.nan
 
 
 @pytest.mark.parametrize("field", ["target_lengths", "draft_lengths", "block", "draw_uniforms"])

@@ -15,8 +15,8 @@ from test_tree import trees
 from export.build import BuildRequest, build
 from runtime.arena import on_host
 from runtime.bundle import Bundle
+from runtime.captured_calls import MakeProgram, sequentially
 from runtime.captured_programs import RoundShape
-from runtime.captured_round import MakeProgram, sequentially
 from runtime.captured_tree import CapturedTrees, TreeEngines
 from runtime.contract import accept_graph, target_graph
 from runtime.engine import load_rounds
@@ -106,8 +106,8 @@ class Both:
         if shape in self.captured.programs.captured:
             program = self.captured.programs.program(batch=1, drafts=size, rows=1)
             program.arena.memory[:] = 0xFF
-            program._logits[:] = np.nan
-            program._q[:] = np.nan
+            program.decision.logits[:] = np.nan
+            program.decision.q[:] = np.nan
 
 
 @pytest.fixture(scope="module")

@@ -12,20 +12,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers_build import K
-from helpers_cuda import VERSION, FakeCuda, fake_plan, use_fake_device
+from helpers_cuda import FakeCuda, use_fake_device
+from helpers_cuda_trees import CONTEXT, NODES, Pair, build_engines, use_small_buckets
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_tree import trees
 
-from engines.tensorrt import ranges
-from export import engine_bundle
 from export.build import BuildRequest, build
-from runtime import Decoder, SamplingParams, engine_contract
-from runtime.bundle import Bundle
+from runtime import Decoder, SamplingParams
 from runtime.cuda.executor import CudaExecutor
-from runtime.cuda.graphs import EngineGraphs
-from runtime.engine import load_rounds
-from runtime.executor import EngineOptions
 from runtime.round import Rounds
 from runtime.tree_shape import StaticTree, parse_tree
 from runtime.uniforms import uniform_table
@@ -36,7 +31,6 @@ pytest.importorskip(
     "tensorrt_rtx", reason="tensorrt-rtx isn't installed: pip install tensorrt-rtx-cu13"
 )
 
-NODES, CONTEXT = 24, 96
 PROMPT = "the hand and the quick hand and the quick"
 # Where fp16 and fp32 choose the same: the next greedy choice is near a tie, and draws are far from
 # every edge with these seeds (of 30 that were tried, 18 are such).
@@ -49,8 +43,7 @@ NEAR = 0.02
 @pytest.fixture(scope="module", autouse=True)
 def small_buckets() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(engine_contract, "LEAST_CONTEXT", 32)
-        monkeypatch.setattr(ranges, "LEAST_CONTEXT", 32)
+        use_small_buckets(monkeypatch)
         yield
 
 
@@ -60,7 +53,7 @@ def places(
 ) -> dict[str, Path]:
     """By what drafts: the target itself, a lookup, the target on the CPU beside the device."""
     return {
-        name: _build(build_root / f"cuda-trees-{name}", tiny_target, draft, backend)
+        name: build_engines(build_root / f"cuda-trees-{name}", tiny_target, draft, backend)
         for name, draft, backend in (
             ("itself", str(tiny_target), None),
             ("ngram", "ngram", None),
@@ -69,45 +62,24 @@ def places(
     }
 
 
-def _build(out: Path, target: Path, draft: str, draft_backend: str | None) -> Path:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(engine_bundle, "build_plan", fake_plan)
-        real = engine_bundle._Builder.card
-        monkeypatch.setattr(
-            engine_bundle._Builder, "card", lambda self: replace(real(self), version=VERSION)
-        )
-        return build(
-            BuildRequest(
-                target=str(target),
-                draft=draft,
-                out=out,
-                backend="tensorrt-rtx",
-                precision="fp16",
-                draft_backend=draft_backend,
-                max_context=CONTEXT,
-                max_draft_tokens=K,
-                max_tree_nodes=NODES,
-            )
-        )
-
-
 @pytest.fixture(scope="module")
 def on_the_cpu(
-    kept_traces: None, build_root: Path, tiny_target: Path
+    own_trees_bundle: Path, build_root: Path, tiny_target: Path
 ) -> Iterator[dict[str, Decoder]]:
     """ONNX Runtime's executor with the same drafters, fp32."""
-    found = {}
-    for name, draft in (("itself", str(tiny_target)), ("ngram", "ngram")):
-        request = BuildRequest(
-            target=str(tiny_target),
-            draft=draft,
-            out=build_root / f"cpu-trees-{name}",
-            precision="fp32",
-            max_context=CONTEXT,
-            max_draft_tokens=K,
-            max_tree_nodes=NODES,
-        )
-        found[name] = Decoder.load(build(request), threads=1)
+    lookup = BuildRequest(
+        target=str(tiny_target),
+        draft="ngram",
+        out=build_root / "cpu-trees-ngram",
+        precision="fp32",
+        max_context=CONTEXT,
+        max_draft_tokens=K,
+        max_tree_nodes=NODES,
+    )
+    found = {
+        "itself": Decoder.load(own_trees_bundle, threads=1),
+        "ngram": Decoder.load(build(lookup), threads=1),
+    }
     yield found | {"beside": found["itself"]}
     for decoder in found.values():
         decoder.close()
@@ -172,36 +144,18 @@ def test_trees_chains_and_plain_steps_take_turns(places: dict[str, Path], cuda: 
         assert tokens[start : start + 30] == expected[:30]
 
 
-class _Pair:
-    """Rounds on two devices, and a look at their caches."""
-
-    def __init__(self, path: Path) -> None:
-        manifest = Bundle.load(path).manifest
-        self.graphs = [EngineGraphs(path, manifest) for _ in range(2)]
-        self.rounds: list[Rounds] = [
-            load_rounds(path, manifest, EngineOptions(), graphs) for graphs in self.graphs
-        ]
-
-    def caches(self, rows: int) -> list[np.ndarray]:
-        found = []
-        for graphs, rounds in zip(self.graphs, self.rounds, strict=True):
-            graphs.download(rounds.target._rows)
-            found.append(rounds.target._rows[..., :rows, :].astype(np.float32))
-        return found
-
-
 @pytest.fixture(scope="module")
-def pair(places: dict[str, Path]) -> Iterator[_Pair]:
+def pair(places: dict[str, Path]) -> Iterator[Pair]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         use_fake_device(monkeypatch, FakeCuda())
-        yield _Pair(places["itself"])
+        yield Pair(places["itself"])
 
 
 @given(data=st.data())
 @settings(
     deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-def test_random_trees_leave_the_caches_of_a_clean_run(pair: _Pair, data: st.DataObject) -> None:
+def test_random_trees_leave_the_caches_of_a_clean_run(pair: Pair, data: st.DataObject) -> None:
     """After each round, and after taking some of its tokens back."""
     rounds, clean = pair.rounds
     prompt = data.draw(st.lists(st.integers(5, 40), min_size=2, max_size=20))
@@ -224,7 +178,7 @@ def test_random_trees_leave_the_caches_of_a_clean_run(pair: _Pair, data: st.Data
         np.testing.assert_allclose(ours, theirs, atol=NEAR)
 
 
-def test_rows_that_stay_where_the_tree_put_them_show(pair: _Pair, cuda: FakeCuda) -> None:
+def test_rows_that_stay_where_the_tree_put_them_show(pair: Pair, cuda: FakeCuda) -> None:
     """What the tolerance above is good for: without the move, caches are far from a clean run's."""
     rounds, clean = pair.rounds
     prompt, uniforms = [5 + i % 9 for i in range(12)], uniform_table(3, CONTEXT, 8)
@@ -236,7 +190,8 @@ def test_rows_that_stay_where_the_tree_put_them_show(pair: _Pair, cuda: FakeCuda
             one.begin(SAMPLED, prompt)
         tokens = [*prompt, *rounds.prefill(prompt, uniforms).tokens]
         for _ in range(8):
-            tokens += rounds.run_tree(tokens, parse_tree("3x2x1"), NODES, uniforms).tokens
+            tree = parse_tree("3x2x1")  # its growth and its moves driven by the host
+            tokens += Rounds.run_tree(rounds, tokens, tree, NODES, uniforms).tokens
             clean.forget()
             clean.prefill(tokens, uniforms)
             ours, theirs = pair.caches(rounds.target.length)
@@ -245,7 +200,8 @@ def test_rows_that_stay_where_the_tree_put_them_show(pair: _Pair, cuda: FakeCuda
 
 
 def test_the_gpu_check_tells_whether_rows_moved(places: dict[str, Path], cuda: FakeCuda) -> None:
-    check = Check(path=places["itself"], onnx_bundle=None)
+    """Of trees whose growth the host drives; `test_cuda_whole_trees` has the others."""
+    check = Check(path=places["beside"], onnx_bundle=None)
     found = run_step("trees", check, time.monotonic() + 300)
     assert found["status"] == "passed", found
     assert found["figures"]["accepted"] > 0
@@ -257,7 +213,7 @@ def test_the_gpu_check_tells_whether_rows_moved(places: dict[str, Path], cuda: F
     check.close()
 
 
-def test_a_row_is_one_copy_in_all_layers_and_heads(pair: _Pair) -> None:
+def test_a_row_is_one_copy_in_all_layers_and_heads(pair: Pair) -> None:
     rounds, graphs = pair.rounds[0], pair.graphs[0]
     executor, caches = rounds.target._executor, rounds.target._rows
     rng = np.random.default_rng(0)

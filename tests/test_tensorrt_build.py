@@ -5,6 +5,7 @@ An engine is built for compute capabilities 8.0, 8.9 and 12.0 and never run here
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,13 +26,17 @@ from engines.tensorrt.ranges import (
     Range,
     draft_profiles,
     target_profiles,
+    tree_round_profiles,
 )
 from engines.tensorrt.rules import check_size, source_bytes
 from engines.tensorrt.strong_types import NARROW
 from engines.tensorrt.weight_only import WeightFormat
+from export.tree_round_graphs import write_tree_round
+from runtime.contract import CacheSpec
 from runtime.engine_contract import bucket_for, context_buckets
 from runtime.errors import BuildError
 from runtime.manifest import Limits
+from runtime.tree_contract import TREE_GRAPHS
 
 pytest.importorskip(
     "tensorrt_rtx", reason="tensorrt-rtx isn't installed: pip install tensorrt-rtx-cu13"
@@ -67,6 +72,21 @@ def test_a_decoder_builds_for_every_target(
     plan = build_plan(library, path, target_profiles(LIMITS), options, timing)
     assert len(plan.data) > plan.weight_bytes
     assert all("slots" in line for line in plan.warnings)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("nodes", [1, 24])
+def test_what_launches_a_tree_builds_for_every_target(
+    library: Library, dtype: str, nodes: int, tmp_path: Path
+) -> None:
+    """Picking tokens, reading a path's rows and placing them, over all caches joined."""
+    cache = CacheSpec(layers=2, kv_heads=3, head_dim=16, max_context=CONTEXT, dtype=dtype)
+    profiles = tree_round_profiles(replace(LIMITS, max_tree_nodes=nodes))
+    graphs = write_tree_round(cache, tmp_path)
+    assert tuple(graphs) == TREE_GRAPHS
+    for path in graphs.values():
+        plan = build_plan(library, path, profiles, BuildOptions(compute_capabilities=TARGETS))
+        assert not plan.warnings
 
 
 def _build(library: Library, text: str, tmp_path: Path, profile: Profile = ANY) -> Plan:

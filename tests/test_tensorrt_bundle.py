@@ -27,6 +27,7 @@ from runtime.cuda.driver import Gpu
 from runtime.cuda.plan import Shapes, check_gpu, check_version, choose_profile
 from runtime.errors import BuildError, BundleError, EngineError, GateFailed
 from runtime.manifest import EngineCard, Limits, Manifest
+from runtime.tree_contract import TREE_GRAPHS
 
 rtx = pytest.importorskip(
     "tensorrt_rtx", reason="tensorrt-rtx isn't installed: pip install tensorrt-rtx-cu13"
@@ -126,7 +127,8 @@ def test_a_bundle_that_makes_trees_is_complete(
     """Target, branch and accept take trees of 12 drafts, by the library's own builds."""
     asked = _request(build_root / "tree-engines", tiny_target, tiny_draft, max_tree_nodes=12)
     bundle = Bundle.load(build(asked))
-    plans = {f"engines/{name}.plan" for name in ("target", "draft", "branch", "accept")}
+    names = ("target", "draft", "branch", "accept", *TREE_GRAPHS)
+    plans = {f"engines/{name}.plan" for name in names}
     assert plans <= set(bundle.manifest.files)
     assert bundle.manifest.limits.max_tree_nodes == 12
     gates = {gate.name: gate for gate in bundle.manifest.gates}

@@ -15,7 +15,7 @@ from export.build import BuildRequest, build
 from runtime.bench.plan import Contestant, Run
 from runtime.bench.prompts import Prompt
 from runtime.bench.summary import Sample
-from runtime.bench.tree_choice import best_chain, best_tree, measured_rates
+from runtime.bench.tree_choice import best_chain, best_tree, level_seconds, measured_rates
 from runtime.bench.tree_plot import kind_of
 from runtime.cli import app
 from runtime.tree_shape import parse_tree
@@ -72,6 +72,29 @@ def test_rates_are_of_rounds_that_got_to_the_depth() -> None:
     )
     samples = [Sample(run=run, token_ids=(), stats=stats)] * 2
     assert measured_rates(samples) == [[0.3, 0.1, 0.0], [0.5, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("draft_s", "verify_s", "level_s"), [(0.6, 5.0, 0.1), (0.0, 5.2, 0.2), (0.0, 3.9, 0.0)]
+)
+def test_drafts_of_a_launch_cost_what_verification_alone_does_not(
+    draft_s: float, verify_s: float, level_s: float
+) -> None:
+    """Three rounds of two levels at 1 s to verify, and two plain ones at 0.5 s."""
+    stats = {
+        "drafted_per_position": [3, 3],
+        "num_spec_steps": 3,
+        "num_plain_steps": 2,
+        "draft_s": draft_s,
+        "verify_s": verify_s,
+    }
+    prompt = Prompt(id="p", category="c", content="x")
+    run = Run(
+        contestant=Contestant(bundle="b", draft_length=parse_tree("3x1")), prompt=prompt, repeat=0
+    )
+    sample = Sample(run=run, token_ids=(), stats=stats)
+    found = level_seconds([sample], {0: 0.5, 4: 0.9, 6: 1.0, 8: 2.0})
+    assert found == pytest.approx(level_s)
 
 
 @pytest.mark.parametrize(

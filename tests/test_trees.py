@@ -12,6 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import onnx_ir as ir
+import onnxruntime
 import pytest
 from helpers_build import K, places
 from hypothesis import HealthCheck, given, settings
@@ -312,6 +314,23 @@ def test_a_build_refuses_what_no_tree_is(
 def test_a_draft_of_fewer_tokens_than_are_ranked_is_refused() -> None:
     with pytest.raises(BuildError, match="received a draft of 7 tokens"):
         rank_model(7, None, VOCAB)
+
+
+def test_ids_that_the_target_lacks_are_never_ranked() -> None:
+    """Nor where their logits are the highest, nor where the rest has no probability at all."""
+    size, known = 40, 30
+    model = rank_model(size, None, known)
+    session = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString())
+    logits = np.full((1, 2, size), -1e9, np.float32)
+    logits[..., known:] = 50
+    logits[0, 0, 7] = logits[0, 1, 3] = 10
+    logits[0, 1, 21] = 9
+    tokens, probs = session.run(["top_tokens", "top_probs"], {"logits": logits})
+    assert tokens.max() < known
+    assert all(len(set(row)) == len(row) for row in tokens[0].tolist())
+    assert tokens[0, 0, 0] == 7
+    assert tokens[0, 1, :2].tolist() == [3, 21]
+    assert probs[0, :, 0] == pytest.approx([1, 1 / (1 + np.exp(-1))])
 
 
 def test_a_row_among_siblings_moves_by_rounding_alone(bundle: Path) -> None:

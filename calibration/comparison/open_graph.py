@@ -7,7 +7,7 @@ the package onnx, which is imported when a graph is opened.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,13 +15,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.bundle import Bundle
-from runtime.contract import CacheSpec, GraphSpec, draft_graph, target_graph
-from runtime.executor import EngineOptions, cache_buffers
-from runtime.tree_buffers import chain_inputs
+from runtime.executor import EngineOptions
 
 from ..block_quantization import BlockFormat, QuantizedWeight, dequantize
-from .neutral import neutral_inputs
+from .model import Model
+from .open_session import OpenSession, input_name
 
 if TYPE_CHECKING:
     import onnx
@@ -31,35 +29,10 @@ _LOOKUPS = ("Gather", "GatherBlockQuantized")
 _PRODUCTS = ("MatMul", "MatMulNBits")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Model:
-    """Target or draft of a bundle, as its contract describes it."""
-
-    path: Path
-    spec: GraphSpec
-    cache: CacheSpec
-    vocab: int  # of what it gives
-    sizes: Mapping[str, int]  # of its inputs' axes
-
-    @classmethod
-    def target(cls, bundle: Bundle) -> Model:
-        card = bundle.manifest.target
-        path, spec = bundle.model_path("target"), target_graph(card.cache)
-        sizes = {"batch": 1, "vocab": card.vocab_size}
-        return cls(path=path, spec=spec, cache=card.cache, vocab=card.vocab_size, sizes=sizes)
-
-    @classmethod
-    def draft(cls, bundle: Bundle) -> Model:
-        card = bundle.manifest.draft_model
-        assert card is not None  # sides without a draft are refused before
-        path, spec = bundle.model_path("draft"), draft_graph(card.cache)
-        sizes = {"batch": 1, "vocab": bundle.manifest.target.vocab_size}
-        size = bundle.manifest.draft_vocab_size
-        return cls(path=path, spec=spec, cache=card.cache, vocab=size, sizes=sizes)
-
-
 class OpenGraph:
-    """`weights` by layer name, each read when asked for; `opened` takes any of them as inputs."""
+    """`weights` by layer name, `vectors` of norms and biases by their own, each read when asked
+    for; `opened` takes any of them as inputs.
+    """
 
     def __init__(self, model: Model) -> None:
         import onnx
@@ -71,52 +44,19 @@ class OpenGraph:
         files = _Files(graph, stored, model.path.parent)
         found = [_Layer.of(node, files) for node in graph.node]
         self.weights: dict[str, _Layer] = {layer.name: layer for layer in found if layer}
+        self.vectors: dict[str, _Vector] = {
+            name: _Vector(name=name, files=files) for name in stored if _is_vector(stored[name])
+        }
 
-    def opened(self, options: EngineOptions) -> OpenSession:
-        """Load a copy of the graph with every weight as an input."""
+    def opened(self, options: EngineOptions, vectors: Collection[str] = ()) -> OpenSession:
+        """Load a copy of the graph with every weight as an input, and these vectors."""
         copy = OpenGraph(self.model)
         for layer in copy.weights.values():
             layer.open(copy._proto.graph)
+        for name in vectors:
+            copy.vectors[name].open(copy._proto.graph)
         _keep_used(copy._proto, self.model.path.parent)
         return OpenSession(copy._proto, self.model, options)
-
-
-class OpenSession:
-    """The opened graph in an engine, over a cache of its own."""
-
-    def __init__(self, proto: onnx.ModelProto, model: Model, options: EngineOptions) -> None:
-        import onnxruntime
-
-        settings = onnxruntime.SessionOptions()
-        settings.intra_op_num_threads = options.resolved_threads()
-        settings.log_severity_level = 4
-        self._session = onnxruntime.InferenceSession(
-            proto.SerializeToString(), settings, providers=["CPUExecutionProvider"]
-        )
-        cache = model.cache
-        past = cache_buffers(cache.past(), cache.shape(1))
-        pairs = zip(cache.past(), cache.present(), strict=True)
-        self._present = {present.name: past[before.name] for before, present in pairs}
-        wanted = {one.name for one in self._session.get_inputs()}
-        others = [s for s in model.spec.inputs if s.name not in past and s.name in wanted]
-        self._tree = [s.name for s in model.spec.inputs if s.optional and s.name in wanted]
-        self._inputs = {**neutral_inputs(others, model.sizes), **past}
-
-    def run(
-        self,
-        weights: Mapping[str, Array],  # every layer's
-        values: Mapping[str, Array],  # inputs that are not neutral
-        outputs: Mapping[str, Array],
-    ) -> None:
-        named = {_input_name(name): weight for name, weight in weights.items()}
-        chain = chain_inputs(values["input_ids"].shape[1])
-        named |= {name: chain[name] for name in self._tree}
-        binding = self._session.io_binding()
-        for name, array in {**self._inputs, **values, **named}.items():
-            binding.bind_input(name, "cpu", 0, array.dtype, list(array.shape), array.ctypes.data)
-        for name, array in {**self._present, **outputs}.items():
-            binding.bind_output(name, "cpu", 0, array.dtype, list(array.shape), array.ctypes.data)
-        self._session.run_with_iobinding(binding)
 
 
 class _Files:
@@ -212,7 +152,7 @@ class _Layer:
         """Rewire the node to an input that stands for the weight."""
         import onnx
 
-        name = _input_name(self.name)
+        name = input_name(self.name)
         value = onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [None, None])
         graph.input.append(value)
         if self.node.op_type in _LOOKUPS:
@@ -252,8 +192,30 @@ class _Layer:
         return np.ascontiguousarray(dequantize(weight, fmt, features), np.float32)
 
 
-def _input_name(layer: str) -> str:
-    return f"weight of {layer}"
+@dataclass(frozen=True, kw_only=True)
+class _Vector:
+    """One number a feature: a norm's scale or a bias, which some recipes fold factors into."""
+
+    name: str
+    files: _Files
+
+    def read(self) -> Array:
+        return self.files.array(self.name)
+
+    def open(self, graph: onnx.GraphProto) -> None:
+        import onnx
+
+        name = input_name(self.name)
+        graph.input.append(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [None]))
+        for node in graph.node:
+            for i, read in enumerate(node.input):
+                if read == self.name:
+                    node.input[i] = name
+
+
+def _is_vector(tensor: onnx.TensorProto) -> bool:
+    is_float = tensor.data_type == tensor.FLOAT
+    return is_float and len(tensor.dims) == 1 and tensor.name.endswith((".weight", ".bias"))
 
 
 def _keep_used(model: onnx.ModelProto, folder: Path) -> None:

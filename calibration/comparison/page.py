@@ -202,12 +202,16 @@ def _layers(layers: Json, model: str, name: str) -> str:
     values = tuple(Value(value=kl) for kl in totals.values())
     series = [Series(name="KL", color="s0", values=values)]
     worst = sorted(layers["layers"], key=lambda layer: -layer["kl"])[:10]
-    rows = [[w["name"], f"{w['kl']:.5f}", f"{w['weight_error']:.2%}"] for w in worst]
+    rows = [[w["name"], f"{w['kl']:.5f}", _error(w["weight_error"])] for w in worst]
     return (
         f"<p>The {model}, on {layers['tokens']} tokens</p>"
         f"{plot(name, frame_for(list(totals), series), series, bars)}"
         f"{_table([f'layers of the {model} that cost most', 'KL', 'weight error'], rows)}"
     )
+
+
+def _error(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2%}"
 
 
 def _first_differences(result: Json) -> str:

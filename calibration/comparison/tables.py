@@ -137,7 +137,9 @@ def _layers(layers: Layers, model: str) -> Table | str:
         ("KL", "weight error"),
     )
     for layer in layers.worst:
-        table.add_row(layer.name, f"{layer.kl:.5f}", f"{layer.weight_error:.2%}")
+        error = layer.weight_error
+        shown = MISSING if error is None else f"{error:.2%}"
+        table.add_row(layer.name, f"{layer.kl:.5f}", shown)
     return table
 
 

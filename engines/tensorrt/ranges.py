@@ -157,6 +157,18 @@ def _rows(context: int) -> Range:
     return Range(least=1, usual=rows, most=rows)
 
 
+def tree_round_profiles(limits: Limits) -> tuple[Profile, ...]:
+    """Of `runtime.tree_contract`: any tree that the limits admit, a single draft among them."""
+    nodes = max(1, limits.max_tree_nodes)
+    drafts = Range(least=1, usual=min(8, nodes), most=nodes)
+    ranges = {
+        **dict.fromkeys(("picked", "ranked_rows"), drafts),
+        "depth": Range(least=1, usual=min(4, nodes), most=nodes),
+        "tree_rows": Range(least=2, usual=drafts.usual + 1, most=nodes + 1),
+    }
+    return (Profile(name="tree", ranges=ranges),)
+
+
 def _verified(limits: Limits) -> Range:
     """At least two sizes, so that nothing is fixed."""
     most = max(2, limits.max_draft_tokens + 1, limits.max_tree_nodes + 1)

@@ -10,7 +10,7 @@ and the sum of these products. A chain and plain decoding are measured by the sa
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
@@ -60,9 +60,10 @@ def choose_tree(name: str, decoder: Decoder, samples: Sequence[Sample]) -> TreeC
     verify_s = measure_sizes(
         rounds, sorted({0, *sizes, *range(1, len(rates) + 1)} & set(range(limit + 1)))
     )
-    level_s = _level_s(with_trees)
+    level_s = level_seconds(with_trees, verify_s)
     chains_drafted = [s for s in ours if isinstance(s.run.contestant.draft_length, int)]
-    step_s = _level_s(chains_drafted) or level_s  # one row at a time: a chain's costs less
+    # One row at a time: a chain's costs less.
+    step_s = level_seconds(chains_drafted, verify_s) or level_s
     overhead_s = _part_s(with_trees, "accept") + _part_s(with_trees, "overhead")
     plain_s = verify_s[0] + overhead_s
 
@@ -150,10 +151,22 @@ def best_chain(rates: Rates, most: int) -> tuple[Tree, list[float]]:
     return Tree.chain(len(chances)), chances
 
 
-def _level_s(samples: Sequence[Sample]) -> float:
-    """Seconds that a level of drafts took."""
+def level_seconds(samples: Sequence[Sample], verify_s: Mapping[int, float]) -> float:
+    """That a level of drafts took; of rounds that are one launch, whose parts can't be told apart,
+    what they took beyond a verification of as many drafts."""
     levels = sum(sum(s.stats["drafted_per_position"]) for s in samples)
-    return sum(float(s.stats["draft_s"]) for s in samples) / levels if levels else 0.0
+    drafted_s = sum(float(s.stats["draft_s"]) for s in samples)
+    if not drafted_s:
+        drafted_s = sum(_beyond_verification(s, verify_s) for s in samples)
+    return drafted_s / levels if levels else 0.0
+
+
+def _beyond_verification(sample: Sample, verify_s: Mapping[int, float]) -> float:
+    stats, length = sample.stats, sample.run.contestant.draft_length
+    nodes = length if isinstance(length, int) else getattr(length, "nodes", 0)
+    each_s = verify_s[min((size for size in verify_s if size >= nodes), default=max(verify_s))]
+    alone_s = stats["num_spec_steps"] * each_s + stats["num_plain_steps"] * verify_s[0]
+    return max(0.0, float(stats["verify_s"] - alone_s))
 
 
 def _part_s(samples: Sequence[Sample], part: str) -> float:

@@ -7,7 +7,7 @@ nothing else does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,19 +15,29 @@ from numpy.typing import NDArray
 
 from ..accept import AcceptStep
 from ..buffers import RoundBuffers
+from ..captured_calls import Bound
 from ..captured_programs import Program
-from ..captured_round import Bound, CapturedRounds
+from ..captured_round import CapturedRounds
 from ..captured_tree import CapturedTrees, TreeEngines
 from ..contract import GraphSpec
+from ..draft_model import DraftModel
 from ..drafter import Drafter
 from ..engine_contract import context_buckets
 from ..executor import EngineOptions, Executor
 from ..manifest import Manifest
 from ..round import Rounds
 from ..target import TargetStep
+from ..tree_contract import (
+    TREE_GRAPHS,
+    caches_a_call,
+    path_graph,
+    pick_graph,
+    place_graph,
+)
 from ..tree_shape import Brancher
 from ..whole_chain import WholeDrafter, captured_chains
 from ..whole_rounds import WholeRounds
+from ..whole_tree import WholeTreeEngines, WholeTrees
 from .call import CudaCall
 from .device import Device
 from .executor import CudaExecutor
@@ -70,18 +80,22 @@ class EngineGraphs:
         accept: AcceptStep,
         brancher: Brancher | None,
     ) -> Rounds:
-        """Launched whole where the draft's engine is beside the target's, trees from any drafter.
+        """Launched whole where the draft's engine is beside the target's; of other trees the part
+        that the target decides.
 
         Trees of what reads the target's states take the steps, between which they come to the host.
         """
-        limits, captured, trees = self._manifest.limits, None, None
+        limits, captured, trees, whole_trees = self._manifest.limits, None, None, None
         if isinstance(drafter, WholeDrafter) and {"draft", "tail"} & set(self._executors):
             captured = self._captured(target, drafter)
         if limits.max_tree_nodes and target.features is None:
             trees = self._trees(target, buffers)
+        if isinstance(drafter, DraftModel) and self._has(TREE_GRAPHS):
+            whole_trees = self._whole_trees(target, drafter)
         return WholeRounds(
             buffers, target, drafter, accept, brancher,
-            captured=captured, trees=trees, max_context=limits.max_context,
+            captured=captured, trees=trees, whole_trees=whole_trees,
+            max_context=limits.max_context,
         )  # fmt: skip
 
     def _captured(self, target: TargetStep, drafter: WholeDrafter) -> CapturedRounds:
@@ -112,11 +126,42 @@ class EngineGraphs:
             make=self._make,
         )
 
+    def _has(self, names: Sequence[str]) -> bool:
+        """Plans that bundles of an earlier build lack: what they are for then takes the steps."""
+        return all(f"engines/{name}.plan" in self._manifest.files for name in names)
+
+    def _whole_trees(self, target: TargetStep, drafter: DraftModel) -> WholeTrees:
+        executors, cache = self._executors, self._manifest.target.cache
+        specs = {"pick": pick_graph(), "path": path_graph(cache), "place": place_graph(cache)}
+        for name, spec in specs.items():
+            self.open(name, spec, EngineOptions())
+        engines = WholeTreeEngines(
+            **{name: executors[name] for name in ("target", "branch", "accept", *specs)},
+            target_caches=target.caches,
+            draft_caches=drafter.caches,
+            joined=target.joined_caches(caches_a_call(cache)),
+        )
+        return WholeTrees(
+            engines,
+            vocab=self._manifest.target.vocab_size,
+            draft_vocab=self._manifest.draft_vocab_size,
+            contexts=self._contexts(),
+            free_bytes=self.device.free_bytes,
+            reserve_bytes=RESERVE_BYTES,
+            allocate=self.device.memory.pinned,
+            make=self._make,
+        )
+
     def _contexts(self) -> tuple[int, ...]:
         return tuple(context_buckets(self._manifest.limits.max_context))
 
     def _make(self, calls: Sequence[Bound], rows: int, up: Array, down: Array) -> Program:
         return self.device.capture(cast(Sequence[CudaCall], calls), rows, up=up, down=down)
+
+    @property
+    def executors(self) -> Mapping[str, CudaExecutor]:
+        """All that were opened, those of `rounds` among them."""
+        return self._executors
 
     def upload(self, array: Array) -> None:
         twin = self.device.mirrors.address(array)

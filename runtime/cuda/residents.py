@@ -13,6 +13,7 @@ from ..contract import (
     STATES,
 )
 from ..manifest import EagleDraft, Manifest
+from ..tree_contract import ON_DEVICE
 
 #: what drafts a token, and writes its row of q where accept reads it
 _SAMPLING = ("draft", "tail")
@@ -21,7 +22,7 @@ _SAMPLING = ("draft", "tail")
 def resident_tensors(graph: str, manifest: Manifest) -> frozenset[str]:
     """Of this graph's tensors, those that are never copied from or to the host."""
     engines = {name for name in _SAMPLING if f"engines/{name}.plan" in manifest.files}
-    found = {LOGITS.name, HEAD_LOGITS.name}
+    found = {LOGITS.name, HEAD_LOGITS.name, *ON_DEVICE}
     if engines:  # a lookup's q, and that of a draft on the CPU, the host writes
         found |= {DRAFT_PROBS.name, DRAFT_STEP_PROBS.name}
     draft = manifest.draft

@@ -14,7 +14,8 @@ import numpy as np
 
 from runtime.arena import on_host
 from runtime.bundle import Bundle
-from runtime.captured_round import CapturedRounds, sequentially
+from runtime.captured_calls import sequentially
+from runtime.captured_round import CapturedRounds
 from runtime.contract import GraphSpec
 from runtime.engine import Graphs, load_rounds, open_graphs
 from runtime.engine_contract import context_buckets
@@ -59,7 +60,8 @@ class Subject:
 
     @property
     def executors(self) -> dict[str, Executor]:
-        return self._graphs.executors
+        """Those of the graphs, and what rounds opened besides on a GPU."""
+        return {**self._graphs.executors, **getattr(self._graphs.graphs, "executors", {})}
 
     @property
     def drafts(self) -> bool:
