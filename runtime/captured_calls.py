@@ -143,12 +143,18 @@ class Decision:
 
 
 def of_certain(
-    arena: Arena, query: Array, tree: TreeBuffers, *, vocab: int, draft_vocab: int
+    arena: Arena,
+    query: Array,
+    tree: TreeBuffers,
+    *,
+    vocab: int,
+    draft_vocab: int,
+    given: Buffers = MappingProxyType({}),
 ) -> Decision:
     """Over drafts that were ranked or looked up, and not drawn: no row of q is read."""
     q = np.zeros((1, 1, draft_vocab), np.float32)
     q_rows = np.full((1, query.shape[1] - 1), -1, np.int64)
-    return Decision(arena, query, tree, q_rows=q_rows, q=q, vocab=vocab)
+    return Decision(arena, query, tree, q_rows=q_rows, q=q, vocab=vocab, given=given)
 
 
 def fill_parameters(arena: Arena, params: SamplingParams, vocab: int) -> None:

@@ -3,7 +3,8 @@
 As in `runtime.captured_round` nothing of a call is in the program but its shapes, here the number
 of drafts and the context: the tree itself, who descends from whom, is tensors of the arena, and so
 a program serves every tree of its size. Rows of the accepted path are moved behind it. For trees
-that the host grows: dynamic ones, a lookup's, and what `runtime.whole_tree` doesn't serve.
+that the host grows: dynamic ones, a lookup's, a head's, and what `runtime.whole_tree` doesn't
+serve. The states that the target gives for a head come with the outcome.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from .arena import Allocate, Arena, Field
 from .buffers import RoundBuffers
 from .captured_calls import DECIDED, PARAMETERS, Binds, MakeProgram, of_certain
 from .captured_programs import CapturedPrograms, RoundShape
+from .features import FeatureStore
 from .tree_buffers import TreeBuffers
 
 Array = NDArray[Any]
@@ -42,16 +44,21 @@ class TreeProgram:
         engines: TreeEngines,
         buffers: RoundBuffers,
         *,
+        feature_width: int,
         allocate: Allocate,
         make: MakeProgram,
     ) -> None:
         """buffers: of the round that it is made for, since making it may run its calls."""
         size, vocab = shape.drafts, buffers.logits.shape[2]
-        self.arena = _arena(size, allocate)
+        given = _features(size, feature_width)
+        self.arena = _arena(size, given, allocate)
         self._size, a = size, self.arena
         tree = TreeBuffers(parents=a["parents"], visible=a["visible"], depths=a["depths"])
         draft_vocab = buffers.draft_probs.shape[2]
-        self.decision = of_certain(a, a["block"], tree, vocab=vocab, draft_vocab=draft_vocab)
+        self.decision = of_certain(
+            a, a["block"], tree, vocab=vocab, draft_vocab=draft_vocab,
+            given={one.name: a[one.name] for one in given},
+        )  # fmt: skip
         self.fill(buffers)
         calls = self.decision.calls(engines)
         self._program = make(calls, shape.context, self.arena.up, self.arena.down)
@@ -71,7 +78,13 @@ class TreeProgram:
         return self._program.run()
 
 
-def _arena(size: int, allocate: Allocate) -> Arena:
+def _features(size: int, width: int) -> tuple[Field, ...]:
+    """What the target gives for a head; nothing where nobody reads its states."""
+    field = Field(name="features", shape=(1, size + 1, width), dtype=np.float32)
+    return (field,) if width else ()
+
+
+def _arena(size: int, given: Sequence[Field], allocate: Allocate) -> Arena:
     f32, i32, i64 = np.float32, np.int32, np.int64
     return Arena(
         host=(
@@ -85,7 +98,7 @@ def _arena(size: int, allocate: Allocate) -> Arena:
             *PARAMETERS,
         ),
         shared=(),
-        round=DECIDED,
+        round=(*DECIDED, *given),
         allocate=allocate,
     )
 
@@ -97,6 +110,7 @@ class CapturedTrees:
         self,
         engines: TreeEngines,
         buffers: RoundBuffers,
+        features: FeatureStore | None = None,
         *,
         contexts: Sequence[int],
         free_bytes: Callable[[], int],
@@ -104,11 +118,14 @@ class CapturedTrees:
         allocate: Allocate,
         make: MakeProgram,
     ) -> None:
-        """buffers: where each round lies, and where its outcome goes."""
-        self._buffers = buffers
+        """buffers, features: where each round lies, and where its outcome goes."""
+        self._buffers, self._features = buffers, features
+        width = 0 if features is None else features.width
 
         def captured(shape: RoundShape) -> TreeProgram:
-            return TreeProgram(shape, engines, buffers, allocate=allocate, make=make)
+            return TreeProgram(
+                shape, engines, buffers, feature_width=width, allocate=allocate, make=make
+            )
 
         self.programs = CapturedPrograms(
             captured, contexts, free_bytes=free_bytes, reserve_bytes=reserve_bytes
@@ -128,4 +145,6 @@ class CapturedTrees:
             ("new_lengths", b.new_lengths),
         ):
             kept[:] = found.arena[name]
+        if self._features is not None:
+            self._features.output(size + 1)[:] = found.arena["features"]
         return seconds

@@ -159,10 +159,12 @@ def test_a_chain_of_a_head_is_one_launch(pair: Pair, cuda: FakeCuda) -> None:
 def test_whole_rounds_are_the_steps(pair: Pair, cuda: FakeCuda) -> None:
     """Through every bucket, k up and down, trees and plain steps between; the same tokens and
     drafts accepted, the same features kept."""
-    found = []
-    for is_whole in (WholeRounds._is_whole, lambda *_: False):
+    found, launches = [], []
+    for whole in (True, False):
         with Decoder.load(pair.engines) as decoder, pytest.MonkeyPatch.context() as monkeypatch:
-            monkeypatch.setattr(WholeRounds, "_is_whole", is_whole)
+            if not whole:
+                monkeypatch.setattr(WholeRounds, "_is_whole", lambda *_: False)
+                monkeypatch.setattr(WholeRounds, "_decide_tree", Rounds._decide_tree)
             rounds, uniforms = decoder.rounds, uniform_table(1, CONTEXT + 1, 8)
             levels, seen = _levels(decoder), []
             tree = parse_tree("x".join("2" * levels))
@@ -182,7 +184,9 @@ def test_whole_rounds_are_the_steps(pair: Pair, cuda: FakeCuda) -> None:
             features = rounds.target.features
             assert features is not None
             found.append((seen, features._rows[: len(tokens) - 1].copy()))
+            launches.append(cuda.launches)
     assert len(found[0][0]) > 15
+    assert launches[1] == launches[0] > 0.7 * len(found[0][0]), "trees and chains, not plain steps"
     assert found[0][0] == found[1][0]
     np.testing.assert_allclose(found[0][1], found[1][1], atol=0.01 * np.abs(found[1][1]).max())
 

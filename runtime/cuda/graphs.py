@@ -82,13 +82,11 @@ class EngineGraphs:
     ) -> Rounds:
         """Launched whole where the draft's engine is beside the target's; of other trees the part
         that the target decides.
-
-        Trees of what reads the target's states take the steps, between which they come to the host.
         """
         limits, captured, trees, whole_trees = self._manifest.limits, None, None, None
         if isinstance(drafter, WholeDrafter) and {"draft", "tail"} & set(self._executors):
             captured = self._captured(target, drafter)
-        if limits.max_tree_nodes and target.features is None:
+        if limits.max_tree_nodes:
             trees = self._trees(target, buffers)
         if isinstance(drafter, DraftModel) and self._has(TREE_GRAPHS):
             whole_trees = self._whole_trees(target, drafter)
@@ -119,6 +117,7 @@ class EngineGraphs:
         return CapturedTrees(
             engines,
             buffers,
+            target.features,
             contexts=self._contexts(),
             free_bytes=self.device.free_bytes,
             reserve_bytes=RESERVE_BYTES,
