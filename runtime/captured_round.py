@@ -12,7 +12,7 @@ steps one by one (`runtime.round`). Invariant: every host field is written befor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,11 +26,11 @@ from .captured_calls import (
     Binds,
     Bound,
     Decision,
-    MakeProgram,
     fill_parameters,
     present,
 )
-from .captured_programs import CapturedPrograms, RoundShape
+from .captured_programs import RoundShape
+from .capturing import Capturing
 from .errors import EngineError
 from .executor import Buffers
 from .outcome import Outcome
@@ -98,14 +98,13 @@ class RoundProgram:
         *,
         vocab: int,
         draft_vocab: int,
-        allocate: Allocate,
-        make: MakeProgram,
+        capturing: Capturing,
     ) -> None:
         self.shape = shape
         drafts = shape.drafts
         self.lead = self.leading(drafts)
         self._engines = engines
-        self.arena = self._arena(drafts, allocate)
+        self.arena = self._arena(drafts, capturing.allocate)
         self.decision = Decision(
             self.arena,
             self.arena["block"][:, self.lead - 1 :],
@@ -118,7 +117,7 @@ class RoundProgram:
         inputs.fill(self.arena, drafts, vocab)
         steps = map(self._draft, range(drafts))
         calls = [*self._before(), *steps, *self.decision.calls(engines)]
-        self._program = make(calls, shape.context, self.arena.up, self.arena.down)
+        self._program = capturing.make(calls, shape.context, self.arena.up, self.arena.down)
 
     def run(self) -> float:
         return self._program.run()
@@ -186,11 +185,7 @@ class CapturedRounds:
         *,
         vocab: int,
         draft_vocab: int,
-        contexts: Sequence[int],
-        free_bytes: Callable[[], int],
-        reserve_bytes: int = 0,
-        allocate: Allocate,
-        make: MakeProgram,
+        capturing: Capturing,
         program: type[RoundProgram] = RoundProgram,
     ) -> None:
         """program: another for heads (`runtime.captured_head`)."""
@@ -201,13 +196,15 @@ class CapturedRounds:
             if self._inputs is None:
                 raise EngineError("a program was asked for without a round. Expected `run`.")
             return program(
-                shape, engines, self._inputs, vocab=vocab, draft_vocab=draft_vocab,
-                allocate=allocate, make=make,
-            )  # fmt: skip
+                shape,
+                engines,
+                self._inputs,
+                vocab=vocab,
+                draft_vocab=draft_vocab,
+                capturing=capturing,
+            )
 
-        self.programs = CapturedPrograms(
-            captured, contexts, free_bytes=free_bytes, reserve_bytes=reserve_bytes
-        )
+        self.programs = capturing.programs(captured)
 
     def run(self, inputs: RoundInputs, k: int) -> Outcome:
         """One round of k drafts behind the committed tokens. Raises EngineError."""

@@ -9,7 +9,7 @@ serve. The states that the target gives for a head come with the outcome.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 
 from .arena import Allocate, Arena, Field
 from .buffers import RoundBuffers
-from .captured_calls import DECIDED, PARAMETERS, Binds, MakeProgram, of_certain
-from .captured_programs import CapturedPrograms, RoundShape
+from .captured_calls import DECIDED, PARAMETERS, Binds, of_certain
+from .captured_programs import RoundShape
+from .capturing import Capturing
 from .features import FeatureStore
 from .tree_buffers import TreeBuffers
 
@@ -45,13 +46,12 @@ class TreeProgram:
         buffers: RoundBuffers,
         *,
         feature_width: int,
-        allocate: Allocate,
-        make: MakeProgram,
+        capturing: Capturing,
     ) -> None:
         """buffers: of the round that it is made for, since making it may run its calls."""
         size, vocab = shape.drafts, buffers.logits.shape[2]
         given = _features(size, feature_width)
-        self.arena = _arena(size, given, allocate)
+        self.arena = _arena(size, given, capturing.allocate)
         self._size, a = size, self.arena
         tree = TreeBuffers(parents=a["parents"], visible=a["visible"], depths=a["depths"])
         draft_vocab = buffers.draft_probs.shape[2]
@@ -61,7 +61,7 @@ class TreeProgram:
         )  # fmt: skip
         self.fill(buffers)
         calls = self.decision.calls(engines)
-        self._program = make(calls, shape.context, self.arena.up, self.arena.down)
+        self._program = capturing.make(calls, shape.context, self.arena.up, self.arena.down)
 
     def fill(self, buffers: RoundBuffers) -> None:
         """Write every host field: the round's own, as the steps would read them."""
@@ -110,26 +110,17 @@ class CapturedTrees:
         self,
         engines: TreeEngines,
         buffers: RoundBuffers,
-        features: FeatureStore | None = None,
-        *,
-        contexts: Sequence[int],
-        free_bytes: Callable[[], int],
-        reserve_bytes: int = 0,
-        allocate: Allocate,
-        make: MakeProgram,
+        features: FeatureStore | None,
+        capturing: Capturing,
     ) -> None:
         """buffers, features: where each round lies, and where its outcome goes."""
         self._buffers, self._features = buffers, features
         width = 0 if features is None else features.width
 
         def captured(shape: RoundShape) -> TreeProgram:
-            return TreeProgram(
-                shape, engines, buffers, feature_width=width, allocate=allocate, make=make
-            )
+            return TreeProgram(shape, engines, buffers, feature_width=width, capturing=capturing)
 
-        self.programs = CapturedPrograms(
-            captured, contexts, free_bytes=free_bytes, reserve_bytes=reserve_bytes
-        )
+        self.programs = capturing.programs(captured)
 
     def decide(self, size: int) -> float:
         """Over the buffers' tree of `size` drafts; returns the seconds. Raises EngineError."""

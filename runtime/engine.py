@@ -14,7 +14,6 @@ from .accept import AcceptStep
 from .branchers import load_brancher
 from .buffers import RoundBuffers
 from .contract import GraphSpec, accept_graph, target_graph
-from .drafter import Drafter
 from .drafters import load_drafter, target_switches
 from .errors import EngineError
 from .executor import EngineOptions, Executor
@@ -22,8 +21,8 @@ from .features import FeatureStore
 from .manifest import Manifest
 from .provider_contract import PROVIDER_BACKEND
 from .round import Rounds
+from .steps import Steps
 from .target import PREFILL_CHUNK, TargetStep
-from .tree_shape import Brancher
 
 
 def load_rounds(
@@ -50,7 +49,14 @@ def load_rounds(
         drafter = load_drafter(manifest.draft, open_graph, buffers, target, path)
         if limits.max_tree_nodes:
             brancher = load_brancher(manifest.draft, drafter, open_graph)
-    rounds = graphs.rounds(buffers, target, drafter, AcceptStep(accept, buffers), brancher)
+    steps = Steps(
+        buffers=buffers,
+        target=target,
+        drafter=drafter,
+        accept=AcceptStep(accept, buffers),
+        brancher=brancher,
+    )
+    rounds = graphs.rounds(steps)
     weakref.finalize(rounds, graphs.close)  # what holds a device lets it go with its last rounds
     return rounds
 
@@ -70,14 +76,7 @@ class Graphs(Protocol):
     suffix: str  # of the files, for errors
 
     def open(self, name: str, spec: GraphSpec, options: EngineOptions) -> Executor: ...
-    def rounds(
-        self,
-        buffers: RoundBuffers,
-        target: TargetStep,
-        drafter: Drafter | None,
-        accept: AcceptStep,
-        brancher: Brancher | None,
-    ) -> Rounds: ...
+    def rounds(self, steps: Steps) -> Rounds: ...
     def upload(self, array: NDArray[Any]) -> None:
         """To where sessions read it; for measurements, as `download`."""
 
@@ -94,15 +93,8 @@ class _OnnxGraphs:
     def open(self, name: str, spec: GraphSpec, options: EngineOptions) -> Executor:
         return Executor.load(self._path / "onnx" / f"{name}.onnx", spec, options)
 
-    def rounds(
-        self,
-        buffers: RoundBuffers,
-        target: TargetStep,
-        drafter: Drafter | None,
-        accept: AcceptStep,
-        brancher: Brancher | None,
-    ) -> Rounds:
-        return Rounds(buffers, target, drafter, accept, brancher)
+    def rounds(self, steps: Steps) -> Rounds:
+        return Rounds(steps)
 
     def upload(self, array: NDArray[Any]) -> None:
         """Sessions read the host's memory."""

@@ -12,15 +12,14 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from .accept import AcceptStep
-from .buffers import RoundBuffers
 from .constraint import Constraint
-from .drafter import Drafter, Proposal, Propose
+from .drafter import Proposal, Propose
 from .matcher import Matcher
 from .outcome import Outcome
 from .sampling import SamplingParams
-from .target import PREFILL_CHUNK, TargetStep
-from .tree_shape import Brancher, DraftTree, TreeShape
+from .steps import Steps
+from .target import PREFILL_CHUNK
+from .tree_shape import DraftTree, TreeShape
 
 NOTHING = Proposal(num_drafted=0, seconds=0.0)
 
@@ -28,20 +27,13 @@ NOTHING = Proposal(num_drafted=0, seconds=0.0)
 class Rounds:
     """The three steps over one set of buffers: all state of a sequence but its tokens."""
 
-    def __init__(
-        self,
-        buffers: RoundBuffers,
-        target: TargetStep,
-        drafter: Drafter | None,
-        accept: AcceptStep,
-        brancher: Brancher | None = None,
-    ) -> None:
-        self.buffers = buffers
-        self.target = target
-        self.drafter = drafter
-        self.accept = accept
-        self.brancher = brancher  # the drafter's way to make trees, where it has one
-        self.constraint = Constraint(buffers.sampling.allowed)
+    def __init__(self, steps: Steps) -> None:
+        self.buffers = steps.buffers
+        self.target = steps.target
+        self.drafter = steps.drafter
+        self.accept = steps.accept
+        self.brancher = steps.brancher
+        self.constraint = Constraint(steps.buffers.sampling.allowed)
         self._prompt_length = 0
         self._prefilled: list[int] = []  # tokens of the rows that prefill wrote, for reuse
 

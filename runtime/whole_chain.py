@@ -6,16 +6,16 @@ what that step read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from numpy.typing import NDArray
 
-from .arena import Allocate
-from .captured_calls import Binds, MakeProgram
+from .captured_calls import Binds
 from .captured_head import HeadEngines, HeadProgram, StateInputs
 from .captured_medusa import MedusaEngines, MedusaProgram
 from .captured_round import CapturedRounds, RoundEngines, RoundInputs, RoundProgram
+from .capturing import Capturing
 from .draft_model import DraftModel
 from .drafter import Drafter
 from .eagle_drafter import EagleDrafter
@@ -33,12 +33,7 @@ def captured_chains(
     target: TargetStep,
     drafter: WholeDrafter,
     manifest: Manifest,
-    *,
-    contexts: Sequence[int],
-    free_bytes: Callable[[], int],
-    reserve_bytes: int = 0,
-    allocate: Allocate,
-    make: MakeProgram,
+    capturing: Capturing,
 ) -> CapturedRounds:
     """executors: by the graph's name."""
     engines, program = _engines(executors, target, drafter)
@@ -46,11 +41,7 @@ def captured_chains(
         engines,
         vocab=manifest.target.vocab_size,
         draft_vocab=manifest.draft_vocab_size,
-        contexts=contexts,
-        free_bytes=free_bytes,
-        reserve_bytes=reserve_bytes,
-        allocate=allocate,
-        make=make,
+        capturing=capturing,
         program=program,
     )
 

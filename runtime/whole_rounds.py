@@ -10,21 +10,19 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from .accept import AcceptStep
-from .buffers import RoundBuffers
 from .captured_round import CapturedRounds
 from .captured_tree import CapturedTrees
 from .contract import BRANCH_WIDTH
 from .draft_model import DraftModel
-from .drafter import Drafter, Propose
+from .drafter import Propose
 from .matcher import Matcher
 from .model_brancher import ModelBrancher
 from .outcome import Outcome
 from .round import Rounds
 from .sampling import SamplingParams
-from .target import TargetStep
+from .steps import Steps
 from .tree import Tree
-from .tree_shape import Brancher, StaticTree, TreeShape, level_by_level
+from .tree_shape import StaticTree, TreeShape, level_by_level
 from .whole_chain import prepared, settle
 from .whole_tree import TreeInputs, WholeTrees
 
@@ -40,11 +38,7 @@ class WholeRounds(Rounds):
 
     def __init__(
         self,
-        buffers: RoundBuffers,
-        target: TargetStep,
-        drafter: Drafter | None,
-        accept: AcceptStep,
-        brancher: Brancher | None = None,
+        steps: Steps,
         *,
         captured: CapturedRounds | None,
         trees: CapturedTrees | None,
@@ -53,7 +47,7 @@ class WholeRounds(Rounds):
     ) -> None:
         """captured: of a draft model or heads beside the target. whole_trees: of a draft model.
         None: they take the steps."""
-        super().__init__(buffers, target, drafter, accept, brancher)
+        super().__init__(steps)
         self.captured = captured
         self.trees = trees
         self.whole_trees = whole_trees

@@ -12,7 +12,7 @@ launch. Caches are left as the steps leave them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,12 +25,12 @@ from .captured_calls import (
     PARAMETERS,
     Binds,
     Bound,
-    MakeProgram,
     fill_parameters,
     of_certain,
     present,
 )
-from .captured_programs import CapturedPrograms, RoundShape
+from .captured_programs import RoundShape
+from .capturing import Capturing
 from .contract import BRANCH_WIDTH
 from .errors import EngineError
 from .growth import Growth, Level
@@ -108,11 +108,10 @@ class WholeTreeProgram:
         *,
         vocab: int,
         draft_vocab: int,
-        allocate: Allocate,
-        make: MakeProgram,
+        capturing: Capturing,
     ) -> None:
         self.growth = Growth(Tree(shape.parents))
-        self.arena = _arena(self.growth, allocate)
+        self.arena = _arena(self.growth, capturing.allocate)
         self._engines = engines
         ranked = self.growth.ranked_rows
         block, tree = self.arena["block"], TreeBuffers.of(self.growth.tree)
@@ -123,7 +122,7 @@ class WholeTreeProgram:
         grown = [call for i in range(len(self.growth.levels)) for call in self._grow(i)]
         drafts = self._pick(self.growth.picks, block[:, 1:])
         calls = [self._read(), *grown, drafts, *decision.calls(engines), *self._move()]
-        self._program = make(calls, shape.context, self.arena.up, self.arena.down)
+        self._program = capturing.make(calls, shape.context, self.arena.up, self.arena.down)
 
     def run(self) -> float:
         return self._program.run()
@@ -205,32 +204,30 @@ class WholeTrees:
         *,
         vocab: int,
         draft_vocab: int,
-        contexts: Sequence[int],
-        free_bytes: Callable[[], int],
-        reserve_bytes: int = 0,
-        allocate: Allocate,
-        make: MakeProgram,
+        capturing: Capturing,
     ) -> None:
         self._vocab = vocab
-        self._free_bytes, self._reserve_bytes = free_bytes, reserve_bytes
+        self._capturing = capturing
         self._inputs: TreeInputs | None = None  # of the round that is about to run
 
         def captured(shape: RoundShape) -> WholeTreeProgram:
             if self._inputs is None:
                 raise EngineError("a program was asked for without a round. Expected `run`.")
             return WholeTreeProgram(
-                shape, engines, self._inputs, vocab=vocab, draft_vocab=draft_vocab,
-                allocate=allocate, make=make,
-            )  # fmt: skip
+                shape,
+                engines,
+                self._inputs,
+                vocab=vocab,
+                draft_vocab=draft_vocab,
+                capturing=capturing,
+            )
 
-        self.programs = CapturedPrograms(
-            captured, contexts, free_bytes=free_bytes, reserve_bytes=reserve_bytes
-        )
+        self.programs = capturing.programs(captured)
 
     def serves(self, tree: Tree) -> bool:
         """Whether rounds with it are launched whole: there is a program, or room for one."""
         known = {shape.parents for shape in self.programs.captured}
-        has_room = len(known) < MOST_TREES and self._free_bytes() > self._reserve_bytes
+        has_room = len(known) < MOST_TREES and self._capturing.has_room
         return tree.parents in known or has_room
 
     def run(self, inputs: TreeInputs, tree: Tree) -> Outcome:

@@ -17,11 +17,11 @@ from helpers_runtime import STATES, target_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.arena import on_host
 from runtime.bundle import Bundle
 from runtime.captured_calls import MakeProgram, sequentially
 from runtime.captured_programs import RoundShape
 from runtime.captured_round import RoundProgram
+from runtime.capturing import Capturing
 from runtime.contract import (
     accept_graph,
     eagle_graph,
@@ -39,6 +39,7 @@ from runtime.medusa_drafter import MedusaDrafter
 from runtime.outcome import Outcome
 from runtime.round import Rounds
 from runtime.sampling import SamplingParams
+from runtime.steps import Steps
 from runtime.uniforms import uniform_table
 from runtime.whole_chain import WholeDrafter, captured_chains, prepared
 from runtime.whole_rounds import WholeRounds
@@ -78,16 +79,13 @@ class Whole:
             steps.target,
             drafter,
             manifest,
-            contexts=(CONTEXT,),
-            free_bytes=lambda: 1 << 40,
-            allocate=on_host,
-            make=self._noting(make),
+            Capturing.by_calls((CONTEXT,), self._noting(make)),
         )
         self.launched = False
-        self.rounds = WholeRounds(
-            steps.buffers, steps.target, drafter, steps.accept,
-            captured=self.captured, trees=None, max_context=CONTEXT,
-        )  # fmt: skip
+        made_of = Steps(
+            buffers=steps.buffers, target=steps.target, drafter=drafter, accept=steps.accept
+        )
+        self.rounds = WholeRounds(made_of, captured=self.captured, trees=None, max_context=CONTEXT)
 
     def program(self, k: int) -> RoundProgram | None:
         """As a launch before left it."""

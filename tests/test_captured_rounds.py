@@ -22,6 +22,7 @@ from runtime.captured_round import (
     RoundInputs,
     RoundProgram,
 )
+from runtime.capturing import Capturing
 from runtime.contract import accept_graph, draft_graph, target_graph
 from runtime.draft_model import DraftModel
 from runtime.engine import load_rounds
@@ -59,10 +60,7 @@ class Both:
             ),
             vocab=manifest.target.vocab_size,
             draft_vocab=manifest.draft_vocab_size,
-            contexts=(manifest.limits.max_context,),
-            free_bytes=lambda: 1 << 40,
-            allocate=on_host,
-            make=make,
+            capturing=Capturing.by_calls((manifest.limits.max_context,), make),
         )
 
     def begin(self, params: SamplingParams, seed: int) -> list[int]:

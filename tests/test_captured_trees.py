@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from test_tree import trees
 
 from export.build import BuildRequest, build
-from runtime.arena import on_host
 from runtime.bundle import Bundle
 from runtime.captured_calls import MakeProgram, sequentially
 from runtime.captured_programs import RoundShape
 from runtime.captured_tree import CapturedTrees, TreeEngines
+from runtime.capturing import Capturing
 from runtime.contract import accept_graph, target_graph
 from runtime.engine import load_rounds
 from runtime.executor import EngineOptions, Executor
@@ -64,10 +64,8 @@ class Both:
                 target_caches=self.rounds.target.caches,
             ),
             self.rounds.buffers,
-            contexts=(self.context,),
-            free_bytes=lambda: 1 << 40,
-            allocate=on_host,
-            make=make,
+            None,
+            Capturing.by_calls((self.context,), make),
         )
 
     def begin(self, prompt: list[int], params: SamplingParams, seed: int) -> list[int]:

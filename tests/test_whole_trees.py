@@ -19,10 +19,10 @@ from test_tree import trees
 from export.build import BuildRequest, build
 from export.tree_round_graphs import write_tree_round
 from runtime import whole_tree
-from runtime.arena import on_host
 from runtime.bundle import Bundle
 from runtime.captured_calls import MakeProgram, sequentially
 from runtime.captured_programs import Program
+from runtime.capturing import Capturing
 from runtime.contract import CacheSpec, accept_graph, branch_graph, target_graph
 from runtime.draft_model import DraftModel
 from runtime.engine import load_rounds
@@ -31,6 +31,7 @@ from runtime.model_brancher import ModelBrancher
 from runtime.outcome import Outcome
 from runtime.round import Rounds
 from runtime.sampling import SamplingParams
+from runtime.steps import Steps
 from runtime.tree import Tree
 from runtime.tree_contract import caches_a_call, path_graph, pick_graph, place_graph
 from runtime.tree_shape import StaticTree, parse_tree
@@ -111,15 +112,18 @@ class Both:
             self._engines(steps),
             vocab=self.manifest.target.vocab_size,
             draft_vocab=self.manifest.draft_vocab_size,
-            contexts=(CONTEXT,),
-            free_bytes=lambda: 1 << 40,
-            allocate=on_host,
-            make=lambda *what: Counted(self, make(*what)),
+            capturing=Capturing.by_calls((CONTEXT,), lambda *what: Counted(self, make(*what))),
+        )
+        made_of = Steps(
+            buffers=steps.buffers,
+            target=steps.target,
+            drafter=steps.drafter,
+            accept=steps.accept,
+            brancher=steps.brancher,
         )
         self.rounds = WholeRounds(
-            steps.buffers, steps.target, steps.drafter, steps.accept, steps.brancher,
-            captured=None, trees=None, whole_trees=self.whole, max_context=CONTEXT,
-        )  # fmt: skip
+            made_of, captured=None, trees=None, whole_trees=self.whole, max_context=CONTEXT
+        )
 
     def _engines(self, steps: Rounds) -> WholeTreeEngines:
         cache, draft = self.manifest.target.cache, self.manifest.draft_model

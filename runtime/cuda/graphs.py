@@ -13,19 +13,17 @@ from typing import Any, cast
 
 from numpy.typing import NDArray
 
-from ..accept import AcceptStep
-from ..buffers import RoundBuffers
 from ..captured_calls import Bound
 from ..captured_programs import Program
-from ..captured_round import CapturedRounds
 from ..captured_tree import CapturedTrees, TreeEngines
+from ..capturing import Capturing
 from ..contract import GraphSpec
 from ..draft_model import DraftModel
-from ..drafter import Drafter
 from ..engine_contract import context_buckets
 from ..executor import EngineOptions, Executor
 from ..manifest import Manifest
 from ..round import Rounds
+from ..steps import Steps
 from ..target import TargetStep
 from ..tree_contract import (
     TREE_GRAPHS,
@@ -34,7 +32,6 @@ from ..tree_contract import (
     pick_graph,
     place_graph,
 )
-from ..tree_shape import Brancher
 from ..whole_chain import WholeDrafter, captured_chains
 from ..whole_rounds import WholeRounds
 from ..whole_tree import WholeTreeEngines, WholeTrees
@@ -61,6 +58,13 @@ class EngineGraphs:
         card = manifest.engines
         assert card is not None
         self._draft_on_gpu = card.draft_backend == card.package
+        self._capturing = Capturing(
+            contexts=context_buckets(manifest.limits.max_context),
+            free_bytes=self.device.free_bytes,
+            reserve_bytes=RESERVE_BYTES,
+            allocate=self.device.memory.pinned,
+            make=self._make,
+        )
 
     def open(self, name: str, spec: GraphSpec, options: EngineOptions) -> Executor:
         if name in _TARGETS_OWN or self._draft_on_gpu:
@@ -72,58 +76,35 @@ class EngineGraphs:
             return cast(Executor, executor)
         return Executor.load(self._path / "onnx" / f"{name}.onnx", spec, options)
 
-    def rounds(
-        self,
-        buffers: RoundBuffers,
-        target: TargetStep,
-        drafter: Drafter | None,
-        accept: AcceptStep,
-        brancher: Brancher | None,
-    ) -> Rounds:
+    def rounds(self, steps: Steps) -> Rounds:
         """Launched whole where the draft's engine is beside the target's; of other trees the part
         that the target decides.
         """
-        limits, captured, trees, whole_trees = self._manifest.limits, None, None, None
+        limits, drafter = self._manifest.limits, steps.drafter
+        captured, trees, whole_trees = None, None, None
         if isinstance(drafter, WholeDrafter) and {"draft", "tail"} & set(self._executors):
-            captured = self._captured(target, drafter)
+            captured = captured_chains(
+                self._executors, steps.target, drafter, self._manifest, self._capturing
+            )
         if limits.max_tree_nodes:
-            trees = self._trees(target, buffers)
+            trees = self._trees(steps)
         if isinstance(drafter, DraftModel) and self._has(TREE_GRAPHS):
-            whole_trees = self._whole_trees(target, drafter)
+            whole_trees = self._whole_trees(steps.target, drafter)
         return WholeRounds(
-            buffers, target, drafter, accept, brancher,
-            captured=captured, trees=trees, whole_trees=whole_trees,
+            steps,
+            captured=captured,
+            trees=trees,
+            whole_trees=whole_trees,
             max_context=limits.max_context,
-        )  # fmt: skip
-
-    def _captured(self, target: TargetStep, drafter: WholeDrafter) -> CapturedRounds:
-        return captured_chains(
-            self._executors,
-            target,
-            drafter,
-            self._manifest,
-            contexts=self._contexts(),
-            free_bytes=self.device.free_bytes,
-            reserve_bytes=RESERVE_BYTES,
-            allocate=self.device.memory.pinned,
-            make=self._make,
         )
 
-    def _trees(self, target: TargetStep, buffers: RoundBuffers) -> CapturedTrees:
-        executors = self._executors
+    def _trees(self, steps: Steps) -> CapturedTrees:
         engines = TreeEngines(
-            target=executors["target"], accept=executors["accept"], target_caches=target.caches
+            target=self._executors["target"],
+            accept=self._executors["accept"],
+            target_caches=steps.target.caches,
         )
-        return CapturedTrees(
-            engines,
-            buffers,
-            target.features,
-            contexts=self._contexts(),
-            free_bytes=self.device.free_bytes,
-            reserve_bytes=RESERVE_BYTES,
-            allocate=self.device.memory.pinned,
-            make=self._make,
-        )
+        return CapturedTrees(engines, steps.buffers, steps.target.features, self._capturing)
 
     def _has(self, names: Sequence[str]) -> bool:
         """Plans that bundles of an earlier build lack: what they are for then takes the steps."""
@@ -144,15 +125,8 @@ class EngineGraphs:
             engines,
             vocab=self._manifest.target.vocab_size,
             draft_vocab=self._manifest.draft_vocab_size,
-            contexts=self._contexts(),
-            free_bytes=self.device.free_bytes,
-            reserve_bytes=RESERVE_BYTES,
-            allocate=self.device.memory.pinned,
-            make=self._make,
+            capturing=self._capturing,
         )
-
-    def _contexts(self) -> tuple[int, ...]:
-        return tuple(context_buckets(self._manifest.limits.max_context))
 
     def _make(self, calls: Sequence[Bound], rows: int, up: Array, down: Array) -> Program:
         return self.device.capture(cast(Sequence[CudaCall], calls), rows, up=up, down=down)

@@ -13,16 +13,12 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from ..accept import AcceptStep
-from ..buffers import RoundBuffers
 from ..contract import DRAFT_PROBS, DRAFT_STEP_PROBS, LOGITS, GraphSpec, tail_graph
-from ..drafter import Drafter
 from ..executor import Buffers, EngineOptions, Executor
 from ..manifest import Manifest
 from ..provider_contract import draft_decoder, is_decoder, provider_spec
 from ..round import Rounds
-from ..target import TargetStep
-from ..tree_shape import Brancher
+from ..steps import Steps
 from .call import InTurn
 from .executor import DecoderExecutor, ProviderGraph, SamplingExecutor, graph_numbers
 from .sessions import CUDA, Provider, check_provider
@@ -60,15 +56,8 @@ class ProviderGraphs:
         # The same protocol; the steps bind and run it as they do the CPU's.
         return cast(Executor, found)
 
-    def rounds(
-        self,
-        buffers: RoundBuffers,
-        target: TargetStep,
-        drafter: Drafter | None,
-        accept: AcceptStep,
-        brancher: Brancher | None,
-    ) -> Rounds:
-        return Rounds(buffers, target, drafter, accept, brancher)
+    def rounds(self, steps: Steps) -> Rounds:
+        return Rounds(steps)
 
     def upload(self, array: Array) -> None:
         self._values.upload(array)

@@ -12,15 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from runtime.arena import on_host
 from runtime.bundle import Bundle
-from runtime.captured_calls import sequentially
 from runtime.captured_round import CapturedRounds
+from runtime.capturing import Capturing
 from runtime.contract import GraphSpec
 from runtime.engine import Graphs, load_rounds, open_graphs
 from runtime.engine_contract import context_buckets
 from runtime.executor import EngineOptions, Executor
 from runtime.manifest import Manifest
+from runtime.round import Rounds
+from runtime.steps import Steps
 from runtime.whole_chain import WholeDrafter, captured_chains
 from runtime.whole_rounds import WholeRounds
 
@@ -37,8 +38,8 @@ class Remembering:
         self.executors[name] = self.graphs.open(name, spec, options)
         return self.executors[name]
 
-    def rounds(self, *steps):  # type: ignore[no-untyped-def]
-        return self.graphs.rounds(*steps)
+    def rounds(self, steps: Steps) -> Rounds:
+        return self.graphs.rounds(steps)
 
     def close(self) -> None:
         self.graphs.close()
@@ -91,10 +92,7 @@ class Subject:
             self.rounds.target,
             drafter,
             self.manifest,
-            contexts=context_buckets(self.manifest.limits.max_context),
-            free_bytes=lambda: 1 << 40,
-            allocate=on_host,
-            make=sequentially,
+            Capturing.by_calls(context_buckets(self.manifest.limits.max_context)),
         )
 
     def close(self) -> None:
