@@ -28,7 +28,7 @@ from . import gates
 from .build_plan import BuildPlan, BuildRequest, plan_build
 from .bundle_writer import BundleWriter
 from .draft_plan import States, WrittenDraft, no_states
-from .engine_bundle import EngineBuild, engine_card, write_engines
+from .engine_bundle import EngineBuild, write_engines
 from .gate_graph import GateGraph
 from .graphs import WrittenGraph, write_accept, write_target
 from .model_card import model_card
@@ -114,7 +114,7 @@ def _fill_engines(
         _write_report(directory, "calibration", plan.calibration.run(progress))
     written = write_engines(asked, plan.target, plan.draft, plan.limits, directory, progress)
     plan.target.save_tokenizer(directory)
-    card = engine_card(plan.target, written.target, asked.precision)
+    card = model_card(plan.target, written.target, asked.precision)
     manifest = replace(_manifest(plan, card, written.draft), engines=written.card)
     return replace(manifest, gates=written.gates(_gate_tokens(plan, directory)))
 
@@ -126,7 +126,7 @@ def _fill_provider(
     target, draft, limits = plan.target, plan.draft, plan.limits
     written = write_provider_graphs(asked, target, draft, limits, directory, progress)
     target.save_tokenizer(directory)
-    card = engine_card(target, written.target, asked.precision)
+    card = model_card(target, written.target, asked.precision)
     manifest = replace(_manifest(plan, card, written.draft), backend=PROVIDER_BACKEND)
     return replace(manifest, gates=written.gates(_gate_tokens(plan, directory)))
 

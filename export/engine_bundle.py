@@ -27,7 +27,7 @@ from engines.tensorrt.ranges import (
     target_profiles,
     tree_round_profiles,
 )
-from runtime.cards import ModelCard, ModelDraft
+from runtime.cards import ModelDraft
 from runtime.contract import CacheSpec, branch_graph
 from runtime.errors import BuildError
 from runtime.manifest import EngineCard, Gate, Limits
@@ -52,9 +52,9 @@ from .engine_graphs import (
 )
 from .engine_heads import HeadPlan, head_name, write_engine_head
 from .engine_precision import EnginePrecision
-from .gates import Rounding
 from .graphs import write_accept
 from .layer_skip_draft import LayerSkipPlan
+from .model_card import model_card
 from .model_draft import ModelDraftPlan
 from .ngram_draft import NgramDraftPlan
 from .oracle import record
@@ -195,7 +195,7 @@ class _Builder:
             model, precision, draft.context, self.scratch, target_vocab=target_vocab
         )
         vocabulary = DraftVocabulary(target_size=target_vocab, size=graph.vocab_size, d2t=model.d2t)
-        card = engine_card(model.checkpoint, graph, precision)
+        card = model_card(model.checkpoint, graph, precision)
         size = vocabulary.q_size(QOver.DRAFT)
         self._draft_probs = lambda tokens: exact_probs(graph, size, tokens)
 
@@ -289,17 +289,3 @@ class _Builder:
 
     def finish(self) -> None:
         shutil.rmtree(self.scratch)
-
-
-def engine_card(checkpoint: Checkpoint, graph: EngineGraph, precision: Rounding) -> ModelCard:
-    """What the manifest says of a model that is an engine."""
-    return ModelCard(
-        name=checkpoint.name,
-        model_type=checkpoint.config.model_type,
-        revision=checkpoint.revision,
-        sha256=checkpoint.sha256(),
-        parameters=checkpoint.parameters,
-        precision=precision.name,
-        vocab_size=graph.vocab_size,
-        cache=replace(graph.cache),
-    )

@@ -5,11 +5,11 @@ from __future__ import annotations
 from runtime.manifest import ModelCard
 
 from .checkpoint import Checkpoint
+from .gates import Rounding
 from .graphs import WrittenGraph
-from .precision import Precision
 
 
-def model_card(checkpoint: Checkpoint, graph: WrittenGraph, precision: Precision) -> ModelCard:
+def model_card(checkpoint: Checkpoint, graph: WrittenGraph, precision: Rounding) -> ModelCard:
     return ModelCard(
         name=checkpoint.name,
         model_type=checkpoint.config.model_type,

@@ -24,9 +24,9 @@ from .checkpoint import Checkpoint
 from .draft_plan import DraftPlan, WrittenDraft, no_states
 from .draft_tail import tail_model
 from .draft_vocabulary import DraftVocabulary, QOver
-from .engine_bundle import engine_card
 from .engine_gates import exact_logits, target_gates
 from .engine_graphs import EngineGraph
+from .model_card import model_card
 from .model_draft import ModelDraftPlan
 from .ngram_draft import NgramDraftPlan
 from .oracle import record
@@ -139,7 +139,7 @@ class _Writer:
         write_sampling("tail", tail, {"batch": 1, "drafted": 1}, self._store)
         vocabulary = DraftVocabulary(target_size=target_vocab, size=graph.vocab_size, d2t=model.d2t)
         return WrittenDraft(
-            card=ModelDraft(card=engine_card(model.checkpoint, graph, precision)),
+            card=ModelDraft(card=model_card(model.checkpoint, graph, precision)),
             vocab_size=vocabulary.q_size(QOver.DRAFT),
             d2t=model.d2t,
             gates=lambda tokens, _: draft_gates(model, graph, precision, tokens),
