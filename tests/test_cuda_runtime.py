@@ -28,8 +28,8 @@ from runtime.cuda.driver import Driver
 from runtime.errors import BundleError, EngineError
 from runtime.uniforms import uniform_table
 from runtime.whole_rounds import WholeRounds
-from scripts.gpu import steps
-from scripts.gpu.check import run_step
+from scripts.gpu import large, steps
+from scripts.gpu.check import readable, run_step
 from scripts.gpu.steps import STEPS, Check
 
 pytest.importorskip(
@@ -160,18 +160,38 @@ def test_every_step_of_the_gpu_check_passes(
     monkeypatch.setattr(steps, "ROUNDS", 60)
     monkeypatch.setattr(steps, "REPEATS", 2)
     monkeypatch.setattr(steps, "CONTEXTS", (32,))
-    check = Check(path=bundle, onnx_bundle=None)
+    check = Check(path=bundle)
     # A driver's version, a gigabyte, a GPU; and trees, which have tests of their own.
-    skipped = {"machine", "bandwidth", "onnxruntime-cuda", "trees"}
+    skipped = {"machine", "bandwidth", "onnxruntime-cuda", "large", "trees"}
     results = {n: run_step(n, check, time.monotonic() + 300) for n in STEPS if n not in skipped}
     check.close()
     failed = {name: one["reason"] for name, one in results.items() if one["status"] != "passed"}
     assert not failed
     assert results["captured"]["figures"]["accepted"] > 0
+    assert results["times"]["figures"]["context 32"]["draft 1"] > 0
+
+
+def test_the_gpu_check_times_a_large_bundle_behind_the_others(
+    bundle: Path, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its memory comes after theirs is free."""
+    monkeypatch.setattr(steps, "REPEATS", 2)
+    monkeypatch.setattr(steps, "CONTEXTS", (32, 4096))
+    check = Check(path=bundle, large_bundle=bundle)
+    free = cuda.free
+    assert run_step("opening", check, time.monotonic() + 300)["status"] == "passed"
+    monkeypatch.setattr(large, "_STEPS", (steps.plans, steps.opening, steps.times))  # no gigabyte
+    found = run_step("large", check, time.monotonic() + 300)
+    assert found["status"] == "passed", found
+    gc.collect()
+    assert cuda.free == free
+    assert set(found["figures"]["tokens_per_s"]) == {"context 32"}
+    assert len(found["figures"]["tokens_per_s"]["context 32"]["acceptance 0.8"]) == 4
+    assert "tokens_per_s" in readable(bundle, {"large": found})
 
 
 def test_a_captured_round_is_one_launch_and_one_copy_each_way(bundle: Path, cuda: FakeCuda) -> None:
-    check = Check(path=bundle, onnx_bundle=None)
+    check = Check(path=bundle)
     subject = check.subject
     captured = subject.captured()
     uniforms = uniform_table(0, 129)
@@ -227,7 +247,7 @@ def test_another_gpu_or_version_is_told_before_anything_is_allocated(
 
 
 def test_a_call_beyond_the_profiles_is_an_error(bundle: Path, cuda: FakeCuda) -> None:
-    check = Check(path=bundle, onnx_bundle=None)
+    check = Check(path=bundle)
     target = check.subject.rounds.target
     call = target._bind(np.zeros((1, 200), np.int64), 1)
     with pytest.raises(

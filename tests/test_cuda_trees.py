@@ -201,7 +201,7 @@ def test_rows_that_stay_where_the_tree_put_them_show(pair: Pair, cuda: FakeCuda)
 
 def test_the_gpu_check_tells_whether_rows_moved(places: dict[str, Path], cuda: FakeCuda) -> None:
     """Of trees whose growth the host drives; `test_cuda_whole_trees` has the others."""
-    check = Check(path=places["beside"], onnx_bundle=None)
+    check = Check(path=places["beside"])
     found = run_step("trees", check, time.monotonic() + 300)
     assert found["status"] == "passed", found
     assert found["figures"]["accepted"] > 0

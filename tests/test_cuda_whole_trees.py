@@ -244,7 +244,7 @@ def _without_moves(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_gpu_check_tells_whether_rows_moved(
     place: Path, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check = Check(path=place, onnx_bundle=None)
+    check = Check(path=place)
     found = run_step("trees", check, time.monotonic() + 300)
     assert found["status"] == "passed", found
     assert found["figures"]["accepted"] > 0
@@ -255,7 +255,7 @@ def test_the_gpu_check_tells_whether_rows_moved(
     assert aliased["figures"]["path"] == 0
     check.close()
     _without_moves(monkeypatch)
-    check = Check(path=place, onnx_bundle=None)
+    check = Check(path=place)
     found = run_step("trees", check, time.monotonic() + 300)
     assert found["status"] == "failed"
     assert "caches differ" in found["reason"]

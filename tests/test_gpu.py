@@ -35,7 +35,7 @@ def engines(
 
 
 def test_every_step_of_the_check_passes(engines: Path) -> None:
-    check = Check(path=engines, onnx_bundle=None)
+    check = Check(path=engines)
     results = {name: run_step(name, check, time.monotonic() + 480) for name in STEPS}
     check.close()
     failed = {name: one["reason"] for name, one in results.items() if one["status"] == "failed"}

@@ -20,10 +20,11 @@ from runtime.bundle import Bundle
 from runtime.oracle import Oracle
 from scripts.gpu import steps
 from scripts.gpu.check import readable, run_step
+from scripts.gpu.large import by_acceptance, expected_length
 from scripts.gpu.steps import STEPS, Check
 
 TOKENS = [3 + (11 * i) % 50 for i in range(20)]
-ON_A_GPU = {"machine", "plans", "aliasing", "bandwidth", "onnxruntime-cuda", "trees"}
+ON_A_GPU = {"machine", "plans", "aliasing", "bandwidth", "onnxruntime-cuda", "large", "trees"}
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +52,7 @@ def rehearsed(fp32_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 @pytest.fixture
 def check(rehearsed: Path) -> Iterator[Check]:
-    made = Check(path=rehearsed, onnx_bundle=None)
+    made = Check(path=rehearsed)
     yield made
     made.close()
 
@@ -94,7 +95,7 @@ def test_a_step_finds_what_is_wrong(
         value = getattr(oracle, name)
         oracle = replace(oracle, **{name: (value * factor).astype(value.dtype)})  # type: ignore[arg-type]
     oracle.save(path)
-    check = Check(path=path, onnx_bundle=None)
+    check = Check(path=path)
     found = run_step(step, check, time.monotonic() + 60)
     assert found["status"] == "failed"
     assert found["reason"].startswith("Failed: ")
@@ -116,6 +117,22 @@ def test_a_round_that_differs_is_found(check: Check, monkeypatch: pytest.MonkeyP
     found = run_step("captured", check, time.monotonic() + 60)
     assert found["status"] == "failed"
     assert "round" in found["reason"]
+
+
+def test_what_times_make_of_an_acceptance() -> None:
+    ms = {
+        "verify 1": 9.0,
+        "accept 0": 1.0,
+        "verify 5": 10.0,
+        "captured round 4": 12.0,
+        "draft 1": 1,
+    }
+    found = by_acceptance(ms)
+    assert found["plain"] == pytest.approx(100)
+    assert found["acceptance 0.5"] == {"k = 4": "161.5 (1.61 x)"}  # 1.9375 tokens in 12 ms
+    assert expected_length(0.8, 0) == 1
+    assert expected_length(0.8, 4) == pytest.approx((1 - 0.8**5) / (1 - 0.8))
+    assert expected_length(1.0, 4) == 5
 
 
 def test_out_of_time_no_step_begins(check: Check) -> None:

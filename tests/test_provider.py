@@ -366,7 +366,7 @@ def test_the_gpu_check_runs_the_backend_as_it_decodes(
         assert not [name for name, one in found.items() if "skipped" in one]
         assert found["captured"]["accepted"] > 0
         assert found["target"]["relative_error"] > 1e-6
-    check = Check(path=bundle, onnx_bundle=None, open_with=partial(ProviderGraphs, provider=HOST))
+    check = Check(path=bundle, open_with=partial(ProviderGraphs, provider=HOST))
     for name in ("plans", "aliasing", "bandwidth"):
         assert run_step(name, check, time.monotonic() + 60)["status"] == "skipped", name
     assert set(STEPS) >= {"onnxruntime-cuda"}

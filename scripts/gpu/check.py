@@ -21,7 +21,11 @@ MINUTES = 8.0
 
 def main() -> int:
     arguments = _arguments()
-    check = Check(path=arguments.bundle, onnx_bundle=arguments.onnx_bundle)
+    check = Check(
+        path=arguments.bundle,
+        onnx_bundle=arguments.onnx_bundle,
+        large_bundle=arguments.large_bundle,
+    )
     deadline = time.monotonic() + 60 * arguments.minutes
     results: dict[str, dict[str, Any]] = {}
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -91,6 +95,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("bundle", type=Path, help="a bundle that was built for a GPU")
     parser.add_argument("--out", type=Path, default=Path("reports/gpu"), help="for the reports")
     parser.add_argument("--onnx-bundle", type=Path, help="built with --backend onnxruntime-cuda")
+    parser.add_argument("--large-bundle", type=Path, help="of 7 to 8 billion parameters, for times")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="no step begins later")
     return parser.parse_args()
 

@@ -29,7 +29,7 @@ def measure(path: Path, provider: Provider = CUDA) -> dict[str, Any]:
 
 
 def _steps(path: Path, provider: Provider) -> dict[str, Any]:
-    check = Check(path=path, onnx_bundle=None, open_with=partial(ProviderGraphs, provider=provider))
+    check = Check(path=path, open_with=partial(ProviderGraphs, provider=provider))
     found: dict[str, Any] = {}
     try:
         for step in COMMON:

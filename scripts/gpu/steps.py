@@ -56,7 +56,8 @@ class Check:
     """What all steps share; `subject` is opened by the first step that can."""
 
     path: Path
-    onnx_bundle: Path | None
+    onnx_bundle: Path | None = None
+    large_bundle: Path | None = None
     open_with: OpenGraphs = open_graphs
 
     def __post_init__(self) -> None:
@@ -69,8 +70,10 @@ class Check:
         return self._subject  # type: ignore[attr-defined,no-any-return]
 
     def close(self) -> None:
+        """What is asked afterwards opens it anew."""
         if self._subject is not None:  # type: ignore[attr-defined]
             self._subject.close()  # type: ignore[attr-defined]
+            object.__setattr__(self, "_subject", None)
 
 
 def machine(check: Check) -> Figures:
@@ -341,7 +344,8 @@ def _cache_error(subject: Subject, tokens: list[int]) -> float:
 
 
 def times(check: Check) -> Figures:
-    """Medians in ms, each with its copies and its wait: T(1), T(k + 1), a draft step, accept."""
+    """Medians in ms, each with its copies and its wait: T(1) to T(k + 1), accept, a draft's own
+    steps, whole rounds."""
     subject = check.subject
     found: Figures = {}
     for context in CONTEXTS:
@@ -374,14 +378,28 @@ def _round_times(subject: Subject, context: int, k: int) -> Figures:
     uniforms = uniform_table(0, subject.manifest.limits.max_context + 1)
     assert drafter is not None
     drafter.rollback(0)
-    for drafts in sorted({1, 2, k}):
+    for drafts in range(1, k + 1):
         inputs = prepared(drafter, tokens, drafts, uniforms, SamplingParams())
         if inputs is None:
             continue
         found[f"captured round {drafts}"] = _median_ms(
             lambda d=drafts, i=inputs: captured.run(i, d).verify_s
         )
-    return found
+    return found | _draft_times(subject, tokens, k)
+
+
+def _draft_times(subject: Subject, tokens: list[int], k: int) -> Figures:
+    """All but the last of the tokens are read."""
+    drafter, constraint = subject.rounds.drafter, subject.rounds.constraint
+    assert drafter is not None
+    subject.buffers.set_last(tokens)
+    drafter.propose(tokens, 1, constraint)
+
+    def drafted(count: int) -> float:
+        drafter.rollback(len(tokens) - 1)
+        return drafter.propose(tokens, count, constraint).seconds
+
+    return {f"draft {count}": _median_ms(lambda c=count: drafted(c)) for count in sorted({1, k})}
 
 
 def bandwidth(check: Check) -> Figures:
@@ -415,6 +433,13 @@ def onnxruntime_cuda(check: Check) -> Figures:
     from .ort_cuda import measure
 
     return measure(check.onnx_bundle)
+
+
+def large(check: Check) -> Figures:
+    """A model of 7 to 8 billion parameters: times, and tokens/s at an acceptance set by hand."""
+    from .large import of_bundle
+
+    return of_bundle(check)
 
 
 # What holds of any backend: numbers against the oracle, rollbacks, a round in other words, times.
@@ -461,4 +486,5 @@ STEPS: dict[str, Callable[[Check], Figures]] = {
     "times": times,
     "bandwidth": bandwidth,
     "onnxruntime-cuda": onnxruntime_cuda,
+    "large": large,
 }
