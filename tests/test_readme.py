@@ -2,7 +2,8 @@
 
 A command of a ```bash block is one logical line (a backslash continues it). It is
 
-- covered elsewhere (`scripts/demo`, `scripts/test`, `pip install`): only checked to exist;
+- covered elsewhere (`scripts/demo`, `scripts/test`, `pip install`): checked to exist, and to know
+  the options;
 - run, with the paths of the README replaced by a small bundle made here, or by the built demo;
 - otherwise a failure: a new kind of command needs a line in RULES.
 
@@ -141,8 +142,12 @@ def parse_only(command: str) -> None:
     """The subcommand exists and knows every option that is named."""
     words = shlex.split(plain(command))
     package, subcommand = words[2], [w for w in words[3:4] if not w.startswith("-")]
+    _knows_options(command, _help([sys.executable, "-m", package, *subcommand]))
+
+
+def _help(words: list[str]) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", package, *subcommand, "--help"],
+        [*words, "--help"],
         cwd=ROOT,
         env={**_environment(), "COLUMNS": "200"},
         capture_output=True,
@@ -150,16 +155,27 @@ def parse_only(command: str) -> None:
         timeout=TIMEOUT_S,
     )
     assert done.returncode == 0, done.stderr
-    for option in (word.partition("=")[0] for word in words if word.startswith("-")):
-        if option != "-m":
-            assert re.search(rf"(?<!\S){option}\b", done.stdout), f"{command}: no {option}"
+    return done.stdout
+
+
+def _knows_options(command: str, text: str) -> None:
+    words = (word.partition("=")[0] for word in shlex.split(plain(command)))
+    for option in words:
+        if option.startswith("-") and option != "-m":
+            assert re.search(rf"(?<![\w-]){option}\b", text), f"{command}: no {option}"
 
 
 def check(command: str, how: str, tiny: Path, folder: Path) -> None:
     words = shlex.split(plain(command))
-    if how in ("file", "script"):
+    if how == "file":
         path = next(ROOT / word for word in words if word.startswith("scripts/"))
         assert path.is_file(), f"{command}: {path.name} is not there"
+        _knows_options(command, path.read_text(encoding="utf-8"))
+    elif how == "script":
+        at = next(i for i, word in enumerate(words) if word.startswith("scripts/"))
+        # What a subcommand's help says, where there is one.
+        first = [word for word in words[at + 1 : at + 2] if not word.startswith("-")]
+        _knows_options(command, _help([sys.executable, words[at], *first]))
     elif how == "tiny":
         run_on(tiny)(command, folder)
     elif how == "demo":
@@ -233,16 +249,8 @@ def subcommands(package: str) -> list[str]:
 def test_every_help_ends_with_an_example_that_works(
     package: str, name: str, tiny: Path, tmp_path: Path
 ) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", package, *([name] if name else []), "--help"],
-        cwd=ROOT,
-        env={**_environment(), "COLUMNS": "200"},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
-    assert done.returncode == 0, done.stderr
-    examples = help_examples(done.stdout)
+    shown = _help([sys.executable, "-m", package, *([name] if name else [])])
+    examples = help_examples(shown)
     assert examples, f"python -m {package} {name} --help ends without an example"
     for example in examples:
         check(example, rule_for(example).how, tiny, tmp_path)

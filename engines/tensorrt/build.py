@@ -66,9 +66,9 @@ class TimingCache:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A serialized engine and what it was made from."""
+    """A serialized engine, in the library's own memory, and what it was made from."""
 
-    data: bytes = field(repr=False)
+    data: memoryview = field(repr=False)  # bytes
     warnings: tuple[str, ...]
     weight_bytes: int
 
@@ -96,9 +96,9 @@ def build_plan(
         timing = None
     if timing is not None:
         timing.attach(config)
-    data = builder.build_serialized_network(network, config)
+    serialized = builder.build_serialized_network(network, config)
     warnings = tuple(library.logger.warnings)
-    if data is None:
+    if serialized is None:
         raise BuildError(
             f"{path.name}: {library.backend} {library.version} refused the graph: "
             f"{'; '.join(library.logger.errors[:2]) or 'no reason given'}. Expected an engine; "
@@ -109,9 +109,10 @@ def build_plan(
         timing.keep()
     weight_bytes = _weight_bytes(model)
     binaries = 0 if library.portable_builds else BINARY_BYTES * len(profiles)
+    data = memoryview(serialized).cast("B")
     check_size(path.name, np.frombuffer(data, np.uint8), weight_bytes, binaries)
-    logger.info("%s: plan of %d bytes, weights %d", path.name, data.nbytes, weight_bytes)
-    return Plan(data=bytes(memoryview(data)), warnings=warnings, weight_bytes=weight_bytes)
+    logger.info("%s: plan of %d bytes, weights %d", path.name, len(data), weight_bytes)
+    return Plan(data=data, warnings=warnings, weight_bytes=weight_bytes)
 
 
 def check_targets(library: Library, chosen: Sequence[int]) -> None:
