@@ -24,6 +24,7 @@ from engines.tensorrt.ranges import (
     accept_profiles,
     branch_profiles,
     draft_profiles,
+    tail_profiles,
     target_profiles,
     tree_round_profiles,
 )
@@ -48,6 +49,7 @@ from .engine_graphs import (
     EngineGraph,
     write_branch_graph,
     write_draft_graph,
+    write_draft_tail,
     write_target_graph,
 )
 from .engine_heads import HeadPlan, head_name, write_engine_head
@@ -194,6 +196,7 @@ class _Builder:
         graph = write_draft_graph(
             model, precision, draft.context, self.scratch, target_vocab=target_vocab
         )
+        tail = write_draft_tail(model, self.scratch, target_vocab=target_vocab)
         vocabulary = DraftVocabulary(target_size=target_vocab, size=graph.vocab_size, d2t=model.d2t)
         card = model_card(model.checkpoint, graph, precision)
         size = vocabulary.q_size(QOver.DRAFT)
@@ -204,6 +207,7 @@ class _Builder:
         def gates(tokens: list[int]) -> list[Gate]:
             found = draft_gates(model, graph, precision, vocabulary, tokens)
             self.plan("draft", graph.path, draft_profiles(self.limits, draft.context))
+            self.plan("tail", tail, tail_profiles(self.limits))
             if branch is not None:
                 given = BranchInputs(tokens=tokens, spec=branch_graph(branch.exact_cache))
                 found += branch_gates(branch, self._draft_probs(tokens), vocabulary, given)

@@ -23,8 +23,8 @@ from . import gates
 from .branch_tail import append_ranking
 from .checkpoint import Checkpoint
 from .draft import Draft
-from .draft_tail import append_draft_sampling
-from .draft_vocabulary import DraftVocabulary, QOver
+from .draft_tail import append_draft_sampling, tail_model
+from .draft_vocabulary import DraftVocabulary
 from .engine_precision import EnginePrecision
 from .graphs import WrittenGraph, _bound, rounded_weights
 from .portable import fix_num_logits
@@ -77,19 +77,26 @@ def write_draft_graph(
     scratch: Path,
     *,
     target_vocab: int,
-    q_over: QOver = QOver.DRAFT,
 ) -> EngineGraph:
+    """The decoder, which gives logits; the exact graph samples from them. In one plan TensorRT-RTX
+    1.7 can't have both: where a graph has a Loop and ten caches or more, its builder crashes.
+    """
     head_rows = draft.vocab_size if draft.d2t is not None else None
     model = _bound(draft.checkpoint, max_context, head_rows=head_rows)
     fix_num_logits(model, 1)
 
     def sampling(lowered: ir.Model) -> None:
-        append_draft_sampling(lowered, draft.d2t, vocab_size=target_vocab, q_over=q_over)
+        append_draft_sampling(lowered, draft.d2t, vocab_size=target_vocab)
 
     return _written(
         "draft", model, draft.checkpoint, precision, max_context, draft.vocab_size, scratch,
-        sampling,
+        checked=sampling,
     )  # fmt: skip
+
+
+def write_draft_tail(draft: Draft, scratch: Path, *, target_vocab: int) -> Path:
+    tail = tail_model(draft.vocab_size, draft.d2t, vocab_size=target_vocab)
+    return save(tail, "tail", WeightStore(directory=scratch))
 
 
 def write_branch_graph(
@@ -118,12 +125,14 @@ def _written(
     vocab_size: int,
     scratch: Path,
     finish: Finish = lambda _: None,
+    checked: Finish | None = None,
 ) -> EngineGraph:
     made = write_lowered(
         name, model, precision, scratch,
         rounded=lambda exact: rounded_weights(exact, checkpoint),
         eager_bytes=checkpoint.eager_bytes(),
         finish=finish,
+        checked=checked,
     )  # fmt: skip
     cache = replace(cache_spec(checkpoint.config, max_context), dtype=precision.cache_dtype)
     return EngineGraph(
@@ -140,11 +149,13 @@ def write_lowered(
     rounded: Callable[[ir.Model], frozenset[str]],
     eager_bytes: int,
     finish: Finish = lambda _: None,
+    checked: Finish | None = None,
 ) -> LoweredGraph:
     """Both graphs, the exact one where the eager model would fit beside it.
 
     rounded: names, as the checkpoint has them, of a lowered graph's quantized weights. finish: what
-    is appended in f32, such as sampling. Raises BuildError.
+    is appended in f32, such as sampling; checked: to the exact graph, where that is more. Raises
+    BuildError.
     """
     exact_path = None
     names: frozenset[str] = frozenset()
@@ -152,7 +163,7 @@ def write_lowered(
         exact = lower_exactly(model.clone(), precision.weights, precision.recipe_pass())
         names = rounded(exact)
         UnpackPass()(exact)
-        finish(exact)
+        (checked or finish)(exact)
         exact_path = save(exact, f"{name}.exact", WeightStore(directory=scratch))
     lower(model, precision.dtype, precision.weights, precision.recipe_pass())
     _check_quantized(name, model, precision)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from engines.external_data import WeightStore, save
-from engines.tensorrt.ranges import heads_profiles, rank_profiles
+from engines.tensorrt.ranges import heads_profiles, rank_profiles, tail_profiles
 from runtime.contract import BRANCH_WIDTH, rank_graph
 from runtime.executor import Executor
 from runtime.manifest import Gate, Limits
@@ -45,9 +45,8 @@ def write_medusa_heads(
     )  # fmt: skip
     store = WeightStore(directory=scratch)
     tail = save(tail_model(size, d2t, vocab_size=target_vocab), "tail", store)
-    profiles = heads_profiles(limits)
-    orders = [PlanOrder(name="heads", path=graph.path, profiles=profiles)]
-    orders.append(PlanOrder(name="tail", path=tail, profiles=profiles))
+    orders = [PlanOrder(name="heads", path=graph.path, profiles=heads_profiles(limits))]
+    orders.append(PlanOrder(name="tail", path=tail, profiles=tail_profiles(limits)))
     rank = None
     if limits.max_tree_nodes:
         rank = save(rank_model(size, d2t, target_vocab), "rank", store)

@@ -186,6 +186,13 @@ def draft_graph(cache: CacheSpec) -> GraphSpec:
     )
 
 
+def draft_decoder_graph(cache: CacheSpec) -> GraphSpec:
+    """The draft step without its end, which is `tail_graph`."""
+    return GraphSpec(
+        inputs=(INPUT_IDS, PAST_LENGTHS, *cache.past()), outputs=(TAIL_LOGITS, *cache.present())
+    )
+
+
 def branch_graph(cache: CacheSpec) -> GraphSpec:
     """The draft over rows of a tree, or a chain that it has not seen: what may follow the last
     `num_logits` of them."""

@@ -37,9 +37,10 @@ from runtime.errors import BuildError, BundleError, EngineError
 from runtime.provider import sessions
 from runtime.provider.call import NOT_CAPTURED
 from runtime.provider.executor import DecoderExecutor
-from runtime.provider.graphs import DraftExecutor, ProviderGraphs
+from runtime.provider.graphs import ProviderGraphs
 from runtime.provider.sessions import CUDA, HOST, Provider, open_session
 from runtime.provider.values import DeviceValues
+from runtime.split_draft import SplitDraft
 from scripts.gpu import ort_cuda, steps
 from scripts.gpu.check import run_step
 from scripts.gpu.steps import STEPS, Check
@@ -235,7 +236,7 @@ def test_a_captured_graph_serves_one_call_and_one_bucket(
     prompts = [p.graph for call in step._calls.values() for p in call._prepared.values()]  # type: ignore[attr-defined]
     assert prompts == [NOT_CAPTURED]
     draft = rounds.drafter._executor  # type: ignore[union-attr]
-    assert isinstance(draft, DraftExecutor)
+    assert isinstance(draft, SplitDraft)
     assert isinstance(draft.decoder, DecoderExecutor)
     assert draft.decoder._session is not step._executor._session  # type: ignore[attr-defined]
 

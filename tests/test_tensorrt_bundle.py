@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tiny_checkpoints import llama_config, save
 from typer.testing import CliRunner
 
 from engines.tensorrt.build import BuildOptions, build_plan
@@ -62,7 +63,7 @@ def test_a_bundle_of_engines_is_complete(engines: Path) -> None:
         compute_capabilities=(89,),
         draft_backend="tensorrt-rtx",
     )
-    plans = {f"engines/{name}.plan" for name in ("target", "draft", "accept")}
+    plans = {f"engines/{name}.plan" for name in ("target", "draft", "tail", "accept")}
     assert plans <= set(manifest.files)
     assert not [name for name in manifest.files if name.endswith((".onnx", ".data"))]
     assert manifest.target.cache.dtype == "float16"
@@ -134,6 +135,17 @@ def test_a_bundle_that_makes_trees_is_complete(
     gates = {gate.name: gate for gate in bundle.manifest.gates}
     assert gates["branch"].status == "passed"
     assert gates["branch"].figures["rows"] > 0  # type: ignore[operator]
+
+
+def test_models_of_many_layers_build(build_root: Path, tmp_path: Path) -> None:
+    """TensorRT-RTX 1.7's builder crashes on a graph that has a Loop and ten caches or more: no
+    decoder has one, be it a target's, a draft's, or what makes its trees."""
+    deep = tmp_path / "deep"
+    save(deep, llama_config(num_hidden_layers=6, head_dim=64))
+    asked = _request(build_root / "deep", deep, deep, max_tree_nodes=6, max_draft_tokens=2)
+    bundle = Bundle.load(build(asked))
+    names = ("target", "draft", "tail", "branch", "accept")
+    assert {f"engines/{name}.plan" for name in names} <= set(bundle.manifest.files)
 
 
 def test_a_target_that_gives_its_states_builds(tiny_target: Path, tmp_path: Path) -> None:

@@ -127,11 +127,15 @@ def fuse_profiles(limits: Limits, context: int) -> tuple[Profile, ...]:
 
 
 def heads_profiles(limits: Limits) -> tuple[Profile, ...]:
-    """Medusa's, of one state, whose shapes are all fixed; and the tail that samples one draft."""
+    """Medusa's, of one state, whose shapes are all fixed."""
+    return (Profile(name="step", ranges={"batch": _batch(limits), "query_len": Range.fixed(1)}),)
+
+
+def tail_profiles(limits: Limits) -> tuple[Profile, ...]:
+    """What samples one draft, behind up to all others of its round."""
     k = limits.max_draft_tokens
     drafted = Range(least=0, usual=k // 2, most=k)
-    ranges = {"batch": _batch(limits), "query_len": Range.fixed(1), "drafted": drafted}
-    return (Profile(name="step", ranges=ranges),)
+    return (Profile(name="step", ranges={"batch": _batch(limits), "drafted": drafted}),)
 
 
 def rank_profiles(limits: Limits, heads: int) -> tuple[Profile, ...]:

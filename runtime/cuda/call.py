@@ -6,6 +6,7 @@ the host: what a CUDA graph is captured from.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -53,17 +54,19 @@ class CudaCall:
 
     def run(self) -> float:
         """Copy up, run, copy down, wait; returns the seconds it took."""
-        start = perf_counter()
+        return InTurn((self,)).run()
+
+    def upload(self) -> None:
         memory = self.executor.device.memory
         for one in self.inputs:
             if one.array is not None:
                 memory.to_device(one.home, one.array.ctypes.data, one.array.nbytes)
-        self.enqueue(self._bucket())
+
+    def download(self) -> None:
+        memory = self.executor.device.memory
         for one in self.outputs:
             if one.array is not None:
                 memory.to_host(one.array.ctypes.data, one.home, one.array.nbytes)
-        self.executor.device.synchronize()
-        return perf_counter() - start
 
     def enqueue(self, context_rows: int) -> None:
         """Put the engine on the stream, reading this many cache rows."""
@@ -76,7 +79,8 @@ class CudaCall:
             if one.moved:
                 memory.on_device(one.home, one.address, one.size)
 
-    def _bucket(self) -> int:
+    def bucket(self) -> int:
+        """Cache rows that are read, by the lengths as they are now."""
         if self.lengths is None:
             return 0
         most = self.executor.max_context  # a call beyond it doesn't fit a profile, which tells
@@ -92,6 +96,30 @@ class CudaCall:
             inputs = [_resized(one, rows) for one in self.inputs]
             self._contexts[rows] = self.executor.prepare(inputs, self.outputs)
         return self._contexts[rows]
+
+
+@dataclass(frozen=True)
+class InTurn:
+    """Calls of which each reads what the one before it left on the device; at least one."""
+
+    calls: Sequence[CudaCall]
+
+    def run(self) -> float:
+        """Copy up, run, copy down, wait; returns the seconds it took."""
+        start = perf_counter()
+        for call in self.calls:
+            call.upload()
+        for call in self.calls:
+            call.enqueue(call.bucket())
+        for call in self.calls:
+            call.download()
+        self.calls[0].executor.device.synchronize()
+        return perf_counter() - start
+
+    def enqueue(self, context_rows: int) -> None:
+        """As `CudaCall.enqueue`."""
+        for call in self.calls:
+            call.enqueue(context_rows)
 
 
 def _resized(bound: Bound, rows: int) -> Bound:

@@ -13,16 +13,17 @@ from typing import Any, cast
 
 from numpy.typing import NDArray
 
-from ..captured_calls import Bound
+from ..captured_calls import Binds, Bound
 from ..captured_programs import Program
 from ..captured_tree import CapturedTrees, TreeEngines
 from ..capturing import Capturing
-from ..contract import GraphSpec
+from ..contract import GraphSpec, draft_decoder_graph, tail_graph
 from ..draft_model import DraftModel
 from ..engine_contract import context_buckets
 from ..executor import EngineOptions, Executor
 from ..manifest import Manifest
 from ..round import Rounds
+from ..split_draft import SplitDraft
 from ..steps import Steps
 from ..target import TargetStep
 from ..tree_contract import (
@@ -35,7 +36,7 @@ from ..tree_contract import (
 from ..whole_chain import WholeDrafter, captured_chains
 from ..whole_rounds import WholeRounds
 from ..whole_tree import WholeTreeEngines, WholeTrees
-from .call import CudaCall
+from .call import CudaCall, InTurn
 from .device import Device
 from .executor import CudaExecutor
 from .residents import resident_tensors
@@ -55,6 +56,7 @@ class EngineGraphs:
         self.device = Device(path, manifest)
         self._path, self._manifest = path, manifest
         self._executors: dict[str, CudaExecutor] = {}
+        self._draft: SplitDraft | None = None
         card = manifest.engines
         assert card is not None
         self._draft_on_gpu = card.draft_backend == card.package
@@ -67,14 +69,22 @@ class EngineGraphs:
         )
 
     def open(self, name: str, spec: GraphSpec, options: EngineOptions) -> Executor:
-        if name in _TARGETS_OWN or self._draft_on_gpu:
-            plan = self._path / "engines" / f"{name}.plan"
-            resident = resident_tensors(name, self._manifest)
-            executor = CudaExecutor.load(self.device, plan, spec, resident)
-            self._executors[name] = executor
-            # The same protocol; the steps bind and run it as they do ONNX Runtime's.
-            return cast(Executor, executor)
-        return Executor.load(self._path / "onnx" / f"{name}.onnx", spec, options)
+        if name not in _TARGETS_OWN and not self._draft_on_gpu:
+            return Executor.load(self._path / "onnx" / f"{name}.onnx", spec, options)
+        card = self._manifest.draft_model
+        if name == "draft" and card is not None and self._has(("tail",)):
+            decoder = self._engine(name, draft_decoder_graph(card.cache))
+            tail = self._engine("tail", tail_graph())
+            self._draft = SplitDraft(decoder=decoder, tail=tail, in_turn=InTurn)
+            return cast(Executor, self._draft)
+        # The same protocol; the steps bind and run it as they do ONNX Runtime's.
+        return cast(Executor, self._engine(name, spec))
+
+    def _engine(self, name: str, spec: GraphSpec) -> CudaExecutor:
+        plan = self._path / "engines" / f"{name}.plan"
+        resident = resident_tensors(name, self._manifest)
+        self._executors[name] = CudaExecutor.load(self.device, plan, spec, resident)
+        return self._executors[name]
 
     def rounds(self, steps: Steps) -> Rounds:
         """Launched whole where the draft's engine is beside the target's; of other trees the part
@@ -84,7 +94,7 @@ class EngineGraphs:
         captured, trees, whole_trees = None, None, None
         if isinstance(drafter, WholeDrafter) and {"draft", "tail"} & set(self._executors):
             captured = captured_chains(
-                self._executors, steps.target, drafter, self._manifest, self._capturing
+                self._binding(), steps.target, drafter, self._manifest, self._capturing
             )
         if limits.max_tree_nodes:
             trees = self._trees(steps)
@@ -97,6 +107,10 @@ class EngineGraphs:
             whole_trees=whole_trees,
             max_context=limits.max_context,
         )
+
+    def _binding(self) -> Mapping[str, Binds]:
+        """What binds calls, by the name of the graph in the contract."""
+        return self._executors | ({"draft": self._draft} if self._draft is not None else {})
 
     def _trees(self, steps: Steps) -> CapturedTrees:
         engines = TreeEngines(
@@ -133,7 +147,7 @@ class EngineGraphs:
 
     @property
     def executors(self) -> Mapping[str, CudaExecutor]:
-        """All that were opened, those of `rounds` among them."""
+        """An engine each, of all that were opened, those of `rounds` among them."""
         return self._executors
 
     def upload(self, array: Array) -> None:

@@ -86,11 +86,11 @@ class ProviderCall:
         return self._prepared[bucket]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class InTurn:
     """Calls of which each reads what the one before it left on the device."""
 
-    calls: tuple[ProviderCall, ...]
+    calls: Sequence[ProviderCall]
 
     def run(self) -> float:
         return sum(call.run() for call in self.calls)

@@ -6,18 +6,17 @@ sampling tail behind it. What passes between them stays on the device.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 from numpy.typing import NDArray
 
 from ..contract import DRAFT_PROBS, DRAFT_STEP_PROBS, LOGITS, GraphSpec, tail_graph
-from ..executor import Buffers, EngineOptions, Executor
+from ..executor import EngineOptions, Executor
 from ..manifest import Manifest
 from ..provider_contract import draft_decoder, is_decoder, provider_spec
 from ..round import Rounds
+from ..split_draft import SplitDraft
 from ..steps import Steps
 from .call import InTurn
 from .executor import DecoderExecutor, ProviderGraph, SamplingExecutor, graph_numbers
@@ -76,9 +75,10 @@ class ProviderGraphs:
             graphs=graph_numbers(),
         )
 
-    def _draft(self, name: str, spec: GraphSpec) -> DraftExecutor:
+    def _draft(self, name: str, spec: GraphSpec) -> SplitDraft:
         tail = SamplingExecutor(self._graph("tail"), tail_graph(), self._some_sizes())
-        return DraftExecutor(self._decoder(name, draft_decoder(spec)), tail)
+        decoder = self._decoder(name, draft_decoder(spec))
+        return SplitDraft(decoder=decoder, tail=tail, in_turn=InTurn)
 
     def _graph(self, name: str) -> ProviderGraph:
         file = self._path / "onnx" / f"{name}.onnx"
@@ -88,29 +88,3 @@ class ProviderGraphs:
         """Of a round with all drafts."""
         k = max(1, self._manifest.limits.max_draft_tokens)
         return {"batch": 1, "k": k, "k_plus_1": k + 1, "num_q_rows": k, "drafted": 0}
-
-
-@dataclass(frozen=True)
-class DraftExecutor:
-    """A draft step of the contract: the decoder's logits, and the tail that samples from them."""
-
-    decoder: DecoderExecutor
-    tail: SamplingExecutor
-
-    @property
-    def axes(self) -> dict[str, int]:
-        return self.tail.axes
-
-    def has_input(self, name: str) -> bool:
-        return self.decoder.has_input(name) or self.tail.has_input(name)
-
-    def bind(self, inputs: Buffers, outputs: Buffers) -> InTurn:
-        """As `runtime.executor.Executor.bind`."""
-        logits = np.zeros((1, 1, self.decoder.axes["head_vocab"]), np.float32)
-        behind = {"logits": logits}
-        return InTurn(
-            calls=(
-                self.decoder.bind(inputs, {**outputs, **behind}),
-                self.tail.bind({**inputs, **behind}, outputs),
-            )
-        )
