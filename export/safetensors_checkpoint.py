@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from runtime.bundle_files import file_sha256
 from runtime.errors import CheckpointError
@@ -161,6 +164,19 @@ def _tokenizer_ids(directory: Path) -> dict[str, Any]:
 
 
 def _read_model(directory: Path, checkpoint: Checkpoint) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, attn_implementation="eager", local_files_only=True
-    )
+    with _no_progress_bar():
+        return AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+        )
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """transformers' own, among lines that tell what a build does."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()

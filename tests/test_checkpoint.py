@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from tiny_checkpoints import VOCAB, edit_json, llama_config, random_model, save
 from tokenizers import Tokenizer
 from transformers import CONFIG_MAPPING, GPT2Config
+from transformers.utils import logging as transformers_logging
 
 from export.checkpoint import Checkpoint, open_checkpoint
 from export.eager import build_eager
@@ -118,6 +119,14 @@ def assert_eager_models_agree(checkpoint: Checkpoint) -> None:
     own, reference = build_eager(checkpoint).eval(), checkpoint.load_eager()
     assert reference.dtype == torch.float32
     torch.testing.assert_close(own(IDS).logits, reference(IDS).logits, rtol=0, atol=0)
+
+
+def test_loading_a_model_prints_nothing(saved: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """And leaves transformers' progress bars to whoever wants them elsewhere."""
+    transformers_logging.enable_progress_bar()
+    open_checkpoint(saved).load_eager()
+    assert capfd.readouterr() == ("", "")
+    assert transformers_logging.is_progress_bar_enabled()
 
 
 def test_one_tensor_costs_one_tensor(tmp_path: Path) -> None:
