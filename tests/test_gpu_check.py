@@ -162,6 +162,16 @@ def test_it_goes_on_after_a_step_that_fails(rehearsed: Path, tmp_path: Path, roo
     assert "## captured: passed" in (out / "bundle.md").read_text()
 
 
+def test_what_is_no_bundle_is_told_before_anything_runs(tmp_path: Path, root: Path) -> None:
+    out = tmp_path / "reports"
+    arguments = [str(root / "scripts" / "gpu_check"), str(tmp_path / "no"), "--out", str(out)]
+    env = {"PATH": "/usr/bin:/bin", "OUTRIDER_PYTHON": sys.executable}
+    done = subprocess.run(arguments, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2
+    assert "no: received no bundle. Expected" in done.stderr
+    assert not out.exists()
+
+
 def test_oracle_cases_have_both_ends() -> None:
     """Greedy and sampled, accepted and rejected, from seeds alone."""
     from runtime.oracle import CASES, accept_case

@@ -52,7 +52,8 @@ def load_prompts(
     prompts = tuple(_limited((prompt for one in sets for prompt in one), limit))
     if not prompts:
         raise InvalidRequest(
-            f"--prompts, --tasks: received no prompt in {[*map(str, files), *tasks]}."
+            f"{', '.join([*map(str, files), *tasks])}: received no prompt. Expected one: a "
+            "line of JSON each, with text, chat messages, or Spec-Bench's turns."
         )
     return prompts
 

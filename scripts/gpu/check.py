@@ -97,7 +97,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--onnx-bundle", type=Path, help="built with --backend onnxruntime-cuda")
     parser.add_argument("--large-bundle", type=Path, help="of 7 to 8 billion parameters, for times")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="no step begins later")
-    return parser.parse_args()
+    found = parser.parse_args()
+    for path in (found.bundle, found.onnx_bundle, found.large_bundle):
+        if path is not None and not (path / "manifest.json").is_file():
+            parser.error(f"{path}: received no bundle. Expected what python -m export build makes.")
+    return found
 
 
 if __name__ == "__main__":
