@@ -246,7 +246,7 @@ class FakeEngine:
 def fake_tensorrt(cuda: FakeCuda) -> Any:
     """The module that a plan is opened with."""
     runtime = SimpleNamespace(
-        deserialize_cuda_engine=lambda data: FakeEngine(data, cuda),
+        deserialize_cuda_engine=lambda data: FakeEngine(bytes(data), cuda),
         get_engine_validity=lambda _data: (SimpleNamespace(name="VALID"), 0),
     )
     return SimpleNamespace(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
-from contextlib import ExitStack
+import mmap
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,15 +66,22 @@ def check_gpu(card: EngineCard, gpu: Gpu) -> None:
         )
 
 
+@contextmanager
+def mapped(path: Path) -> Iterator[mmap.mmap]:
+    """A plan's bytes, read as they are needed: it may be larger than the memory that is free."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        yield data
+
+
 class Engine:
     """An opened plan: its tensors, its profiles, its contexts."""
 
     def __init__(self, library: Library, path: Path, owner: ExitStack) -> None:
         self.where = path.name
         self._api = library.api
-        data = path.read_bytes()
-        self._check_validity(library, data)
-        engine = library.runtime.deserialize_cuda_engine(data)
+        with mapped(path) as data:
+            self._check_validity(library, data)
+            engine = library.runtime.deserialize_cuda_engine(data)
         if engine is None:
             raise EngineError(
                 f"{path.name}: {library.api.__name__} {library.api.__version__} refused the plan. "
@@ -137,7 +146,7 @@ class Engine:
         config.dynamic_shapes_kernel_specialization_strategy = specialization.EAGER
         return config
 
-    def _check_validity(self, library: Library, data: bytes) -> None:
+    def _check_validity(self, library: Library, data: mmap.mmap) -> None:
         """TensorRT-RTX tells beforehand, and why."""
         ask = getattr(library.runtime, "get_engine_validity", None)
         if ask is None:

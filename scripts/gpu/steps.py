@@ -101,7 +101,7 @@ def machine(check: Check) -> Figures:
 def plans(check: Check) -> Figures:
     """Whether each plan is for this GPU, with the library's diagnostic bits."""
     from runtime.bundle import Bundle
-    from runtime.cuda.plan import Library
+    from runtime.cuda.plan import Library, mapped
 
     card = Bundle.load(check.path, verify=False).manifest.engines
     if card is None:
@@ -116,7 +116,8 @@ def plans(check: Check) -> Figures:
         if ask is None:
             found[plan.stem] = "the library doesn't tell"
             continue
-        validity, bits = ask(plan.read_bytes())
+        with mapped(plan) as data:
+            validity, bits = ask(data)
         found[plan.stem] = f"{validity.name}, diagnostics {int(bits):#x}"
     if any(str(value).startswith("INVALID") for value in found.values()):
         raise Failed(f"received {found}. Expected plans that this GPU can run")
