@@ -64,13 +64,13 @@ def render(result: Json) -> str:
 def _head(result: Json) -> str:
     ours, theirs = result["sides"]["bundle"], result["sides"]["reference"]
     rows = [
-        [name, *(str(side[key]) for side in (theirs, ours))]
+        [name, *(_size(side[key]) if "size" in name else str(side[key]) for side in (theirs, ours))]
         for name, key in (
             ("name", "name"),
             ("target", "target_precision"),
-            ("target, bytes", "target_bytes"),
+            ("target, size", "target_bytes"),
             ("draft", "draft_precision"),
-            ("draft, bytes", "draft_bytes"),
+            ("draft, size", "draft_bytes"),
         )
     ]
     failed = "<br>".join(map(escape, result["failures"]))
@@ -81,6 +81,10 @@ def _head(result: Json) -> str:
         f'<p class="say" id="recommendation">{escape(result["recommendation"])}</p>{failures}'
         f'<ul id="findings">{found}</ul>{_table(["", "reference", "bundle"], rows)}'
     )
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e6:,.1f} MB"
 
 
 def _by_position(result: Json) -> str:
