@@ -51,6 +51,14 @@ def example_path() -> Path | None:
     return path if path.is_file() else None
 
 
+@pytest.fixture(scope="session", autouse=True)
+def kernels_apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Compiled kernels aren't left in this user's home."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("OUTRIDER_KERNELS", str(tmp_path_factory.mktemp("kernels")))
+        yield
+
+
 def has_cuda() -> bool:
     from runtime.cuda.driver import Driver
     from runtime.errors import EngineError

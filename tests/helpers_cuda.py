@@ -2,7 +2,8 @@
 
 What it keeps of the real one: memory is separate from the host's arrays and starts as garbage
 freshly after a free; nothing moves but by a copy; while a stream is captured nothing runs, and a
-launch repeats what was enqueued then, with the addresses and shapes of then.
+launch repeats what was enqueued then, with the addresses and shapes of then. Shapes are compiled
+when they are first met, unless a runtime cache knows them, and never while a stream is captured.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class FakeCuda:
     recording: list[Callable[[], None]] | None = None
     launches: int = 0
     copies: list[str] = field(default_factory=list)  # kinds, outside captures and inside launches
+    compiled: int = 0  # shapes that no cache had
     cudaStreamNonBlocking = 1
     cudaMemcpyKind = SimpleNamespace(
         cudaMemcpyHostToDevice="up", cudaMemcpyDeviceToHost="down", cudaMemcpyDeviceToDevice="on"
@@ -153,9 +155,50 @@ class FakeCuda:
         return 0, b"fake"
 
 
+class FakeKernels:
+    """`IRuntimeCache`: the shapes that were compiled."""
+
+    def __init__(self) -> None:
+        self.shapes: set[str] = set()
+
+    def serialize(self) -> bytes:
+        return json.dumps([VERSION, *sorted(self.shapes)]).encode()
+
+    def deserialize(self, blob: bytes) -> bool:
+        try:
+            version, *shapes = json.loads(blob)
+        except ValueError:
+            return False
+        if version == VERSION:
+            self.shapes |= set(shapes)
+        return bool(version == VERSION)
+
+
+class FakeConfig:
+    """`IRuntimeConfig`."""
+
+    def __init__(self) -> None:
+        self.kernels = FakeKernels()
+        self.dynamic_shapes_kernel_specialization_strategy = "LAZY"
+        self.allocation: Any = None
+
+    def set_execution_context_allocation_strategy(self, strategy: Any) -> None:
+        self.allocation = strategy
+
+    def create_runtime_cache(self) -> FakeKernels:
+        return FakeKernels()
+
+    def set_runtime_cache(self, cache: FakeKernels) -> bool:
+        self.kernels = cache
+        return True
+
+
 class FakeContext:
-    def __init__(self, engine: FakeEngine) -> None:
+    def __init__(self, engine: FakeEngine, config: FakeConfig) -> None:
+        assert config.dynamic_shapes_kernel_specialization_strategy == "EAGER"
+        assert config.allocation == "USER_MANAGED"
         self._engine = engine
+        self._kernels = config.kernels.shapes
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._addresses: dict[str, int] = {}
 
@@ -180,6 +223,10 @@ class FakeContext:
 
     def execute_async_v3(self, _stream: int) -> bool:
         shapes, addresses = dict(self._shapes), dict(self._addresses)
+        if str(shapes) not in self._kernels:
+            assert self._engine.cuda.recording is None, "compiled while a stream was captured"
+            self._engine.cuda.compiled += 1
+            self._kernels.add(str(shapes))
         self._engine.cuda.do(lambda: self._engine.run(shapes, addresses))
         return True
 
@@ -224,8 +271,11 @@ class FakeEngine:
     def get_aliased_input_tensor(self, name: str) -> str:
         return name.replace("present", "past_key_values")
 
-    def create_execution_context(self, _strategy: Any) -> FakeContext:
-        return FakeContext(self)
+    def create_runtime_config(self) -> FakeConfig:
+        return FakeConfig()
+
+    def create_execution_context(self, config: FakeConfig) -> FakeContext:
+        return FakeContext(self, config)
 
     def run(self, shapes: dict[str, tuple[int, ...]], addresses: dict[str, int]) -> None:
         binding, axes = self.session.io_binding(), dict[str, int]()
@@ -255,7 +305,8 @@ def fake_tensorrt(cuda: FakeCuda) -> Any:
         Runtime=lambda _logger: runtime,
         Logger=type("Logger", (), {"ERROR": 1, "__init__": lambda self, _level: None}),
         TensorIOMode=SimpleNamespace(INPUT="INPUT"),
-        ExecutionContextAllocationStrategy=SimpleNamespace(USER_MANAGED=2),
+        ExecutionContextAllocationStrategy=SimpleNamespace(USER_MANAGED="USER_MANAGED"),
+        DynamicShapesKernelSpecializationStrategy=SimpleNamespace(EAGER="EAGER"),
         EngineValidity=SimpleNamespace(INVALID="INVALID"),
     )
 

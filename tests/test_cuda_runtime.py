@@ -15,7 +15,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import has_cuda
-from helpers_cuda import VERSION, FakeCuda, fake_plan, use_fake_device
+from helpers_cuda import (
+    VERSION,
+    FakeConfig,
+    FakeCuda,
+    FakeKernels,
+    fake_plan,
+    use_fake_device,
+)
 
 from engines.tensorrt import ranges
 from export import engine_bundle
@@ -25,6 +32,7 @@ from runtime.bundle import Bundle
 from runtime.captured_round import RoundInputs
 from runtime.cuda.device import Device
 from runtime.cuda.driver import Driver
+from runtime.cuda.kernels import VARIABLE
 from runtime.errors import BundleError, EngineError
 from runtime.uniforms import uniform_table
 from runtime.whole_rounds import WholeRounds
@@ -255,6 +263,76 @@ def test_a_call_beyond_the_profiles_is_an_error(bundle: Path, cuda: FakeCuda) ->
     ):
         call.run()
     check.close()
+
+
+def _start(bundle: Path, cuda: FakeCuda) -> tuple[tuple[int, ...], int]:
+    """The tokens of one request, and how many shapes were compiled for it."""
+    before = cuda.compiled
+    with Decoder.load(bundle) as decoder:
+        tokens = decoder.generate("abcabc", GREEDY, num_draft_tokens=4).token_ids
+    return tokens, cuda.compiled - before
+
+
+def test_a_second_start_compiles_no_kernel(
+    bundle: Path, cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "not there yet"
+    monkeypatch.setenv(VARIABLE, str(folder))
+    tokens, compiled = _start(bundle, cuda)
+    assert compiled > 0
+    assert {one.name.split("-")[0] for one in folder.iterdir()} == {
+        "target", "draft", "tail", "accept",
+    }  # fmt: skip
+    assert _start(bundle, cuda) == (tokens, 0)
+    for one in folder.iterdir():
+        one.write_bytes(one.read_bytes()[:9])
+    assert _start(bundle, cuda) == (tokens, compiled), "broken files are no files"
+    assert _start(bundle, cuda) == (tokens, 0)
+
+
+def test_kernels_are_kept_though_a_process_is_killed_later(
+    bundle: Path, cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    with Decoder.load(bundle) as decoder:
+        decoder.generate("abcabc", GREEDY, num_draft_tokens=4)
+        assert any(one.stat().st_size for one in tmp_path.glob("target-*-sm89.kernels"))
+
+
+def test_nowhere_to_keep_kernels_is_told_and_costs_nothing_else(
+    bundle: Path,
+    cuda: FakeCuda,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "file" / "below"))
+    tokens, compiled = _start(bundle, cuda)
+    assert caplog.text.count("name a folder in OUTRIDER_KERNELS") == 1
+    assert _start(bundle, cuda) == (tokens, compiled)
+    assert list(tmp_path.iterdir()) == [tmp_path / "file"]
+
+    def homeless(_self: Path) -> Path:
+        raise RuntimeError("no home")
+
+    monkeypatch.delenv(VARIABLE)
+    monkeypatch.setattr(Path, "expanduser", homeless)
+    caplog.clear()
+    assert _start(bundle, cuda) == (tokens, compiled)
+    assert not caplog.text
+
+
+def test_the_real_library_keeps_kernels_as_the_stand_in_does() -> None:
+    library = pytest.importorskip("tensorrt_rtx")
+    for ours, theirs in (
+        (FakeKernels, library.IRuntimeCache),
+        (FakeConfig, library.IRuntimeConfig),
+    ):
+        for name in filter(lambda name: not name.startswith("_"), vars(ours)):
+            assert hasattr(theirs, name), name
+    assert hasattr(library.IRuntimeConfig, "dynamic_shapes_kernel_specialization_strategy")
+    assert hasattr(library.DynamicShapesKernelSpecializationStrategy, "EAGER")
 
 
 @pytest.mark.skipif(has_cuda(), reason="this machine has a driver: the calls would do something")

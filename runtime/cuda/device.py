@@ -19,6 +19,7 @@ from ..errors import EngineError
 from ..manifest import Manifest
 from .driver import Driver
 from .graph import CudaGraph, capture
+from .kernels import KernelCache, KernelFolder
 from .memory import DeviceMemory, Memory, Mirrors
 from .plan import Engine, Library, check_gpu
 
@@ -45,6 +46,9 @@ class Device:
             raise EngineError("received a bundle without engines. Expected a TensorRT backend's.")
         self._owner = ExitStack()
         self._library = Library(card)
+        self._files = manifest.files
+        self._kernels = KernelFolder()
+        self._engines: list[Engine] = []
         self.driver = Driver()
         self.gpu = self.driver.gpu(index)
         check_gpu(card, self.gpu)
@@ -67,11 +71,17 @@ class Device:
 
     def open(self, path: Path) -> Engine:
         """All engines are opened before the first call is bound: the scratch fits the largest."""
-        engine = Engine(self._library, path, self._owner)
+        engine = Engine(self._library, path, self._owner, self._kernels_of(path))
         if self._scratch is not None and engine.scratch_bytes > self._scratch_bytes:
             raise EngineError(f"{path.name}: opened after calls were bound. Expected before.")
         self._scratch_bytes = max(self._scratch_bytes, engine.scratch_bytes)
+        self._engines.append(engine)
         return engine
+
+    def _kernels_of(self, plan: Path) -> KernelCache:
+        made = self._files[f"engines/{plan.name}"].sha256[:16]
+        name = f"{plan.stem}-{made}-sm{self.gpu.compute_capability}.kernels"
+        return KernelCache(self._kernels, name)
 
     def context(self, engine: Engine, profile: int) -> Any:
         if self._scratch is None:
@@ -92,7 +102,8 @@ class Device:
         """One CUDA graph: copy `up` from pinned memory, run the calls, copy `down`.
 
         Each call runs once before: its constants are copied up, and TensorRT allocates and compiles
-        what it puts off. Its inputs are those of a round, so it writes no cache row that is valid.
+        what it puts off, which is kept for the next start. Its inputs are those of a round, so it
+        writes no cache row that is valid.
         """
         for one in calls:
             one.run()
@@ -106,6 +117,8 @@ class Device:
 
         enqueue()
         self.synchronize()
+        for engine in self._engines:
+            engine.keep_kernels()
         return capture(self.driver, self.stream, self._owner, enqueue)
 
     def pinned(self, shape: tuple[int, ...], dtype: Any) -> Array:

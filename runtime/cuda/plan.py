@@ -13,6 +13,7 @@ from typing import Any
 from ..errors import BundleError, EngineError
 from ..manifest import EngineCard
 from .driver import Gpu
+from .kernels import KernelCache
 
 _MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
 
@@ -76,8 +77,11 @@ def mapped(path: Path) -> Iterator[mmap.mmap]:
 class Engine:
     """An opened plan: its tensors, its profiles, its contexts."""
 
-    def __init__(self, library: Library, path: Path, owner: ExitStack) -> None:
+    def __init__(
+        self, library: Library, path: Path, owner: ExitStack, kernels: KernelCache
+    ) -> None:
         self.where = path.name
+        self._kernels = kernels
         self._api = library.api
         with mapped(path) as data:
             self._check_validity(library, data)
@@ -144,6 +148,7 @@ class Engine:
         config = self.engine.create_runtime_config()
         config.set_execution_context_allocation_strategy(given)
         config.dynamic_shapes_kernel_specialization_strategy = specialization.EAGER
+        self._kernels.give(config)
         return config
 
     def _check_validity(self, library: Library, data: mmap.mmap) -> None:
@@ -158,7 +163,12 @@ class Engine:
                 f"(diagnostics {int(why):#x}). Expected one built for it; rebuild the bundle."
             )
 
+    def keep_kernels(self) -> None:
+        """For the next start, what contexts of this engine had to compile."""
+        self._kernels.keep()
+
     def _close(self) -> None:
+        self.keep_kernels()
         self.engine = None
 
 

@@ -12,11 +12,11 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from .steps import Check, Skipped, bandwidth, opening, plans, times
+from .steps import Check, Skipped, bandwidth, opening, plans, second_start, times
 
 Figures = dict[str, Any]
 ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9)
-_STEPS = (plans, opening, times, bandwidth)
+_STEPS = (plans, opening, times, bandwidth, second_start)
 
 
 def measure(check: Check) -> Figures:

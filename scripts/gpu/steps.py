@@ -125,10 +125,17 @@ def plans(check: Check) -> Figures:
 
 
 def opening(check: Check) -> Figures:
-    """Deserialize every plan, allocate, bind."""
+    """Deserialize every plan, allocate, bind; then the target's first step."""
+    return {**_started(check), "graphs": sorted(check.subject.executors)}
+
+
+def _started(check: Check) -> Figures:
     start = time.perf_counter()
-    subject = check.subject
-    return {"seconds": time.perf_counter() - start, "graphs": sorted(subject.executors)}
+    step = check.subject.rounds.target
+    opened = time.perf_counter()
+    step.length = 0
+    step.prefill([1])
+    return {"seconds": opened - start, "first_step_s": time.perf_counter() - opened}
 
 
 def target(check: Check) -> Figures:
@@ -427,6 +434,14 @@ def bandwidth(check: Check) -> Figures:
     }
 
 
+def second_start(check: Check) -> Figures:
+    """Opened once more, with the kernels that the first start compiled: `opening` beside it."""
+    if check.subject.device is None or check.subject.manifest.engines is None:
+        raise Skipped("no engines")
+    check.close()
+    return _started(check)
+
+
 def onnxruntime_cuda(check: Check) -> Figures:
     """A bundle for ONNX Runtime's CUDA provider, with and without its graph capture."""
     if check.onnx_bundle is None:
@@ -486,6 +501,7 @@ STEPS: dict[str, Callable[[Check], Figures]] = {
     "trees": trees,
     "times": times,
     "bandwidth": bandwidth,
+    "second start": second_start,
     "onnxruntime-cuda": onnxruntime_cuda,
     "large": large,
 }
