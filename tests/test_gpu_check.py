@@ -175,6 +175,18 @@ def test_what_is_no_bundle_is_told_before_anything_runs(tmp_path: Path, root: Pa
     assert not out.exists()
 
 
+@pytest.mark.parametrize("wheels", [["no"], ["empty"], []], ids=["missing", "empty", "unnamed"])
+def test_a_folder_without_wheels_is_told(
+    rehearsed: Path, tmp_path: Path, root: Path, wheels: list[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    arguments = [str(root / "scripts" / "gpu_check"), str(rehearsed), "--wheels", *wheels]
+    done = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert f"--wheels: received '{''.join(wheels)}', which holds no wheels." in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
 def test_oracle_cases_have_both_ends() -> None:
     """Greedy and sampled, accepted and rejected, from seeds alone."""
     from runtime.oracle import CASES, accept_case
