@@ -267,3 +267,26 @@ def test_commands_are_found_in_a_readme() -> None:
 def test_an_unknown_command_is_not_passed_over() -> None:
     with pytest.raises(AssertionError, match="no rule"):
         rule_for("rm -rf /")
+
+
+@pytest.mark.parametrize("name", ["demo", "test", "gpu_pack", "gpu_check"])
+def test_a_script_asked_for_help_does_nothing_else(name: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [str(ROOT / "scripts" / name), "--help"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=60,
+        env=os.environ | {"OUTRIDER_PYTHON": sys.executable},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert f"scripts/{name} " in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_pack_of_wheels_has_a_folder(tmp_path: Path) -> None:
+    for wrong in ([], ["x", "--onnx"], ["--onnxruntime"]):
+        done = subprocess.run(
+            [str(ROOT / "scripts" / "gpu_pack"), *wrong],
+            cwd=tmp_path, capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        assert done.returncode == 2
+        assert f"received '{' '.join(wrong)}'. Expected a directory for the wheels" in done.stderr
+    assert not list(tmp_path.iterdir())

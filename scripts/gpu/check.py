@@ -90,7 +90,8 @@ def _write(out: Path, bundle: Path, results: Mapping[str, Mapping[str, Any]]) ->
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="scripts/gpu_check",
-        epilog="Example: scripts/gpu_check build/rtx --wheels build/wheels",
+        epilog="Before all others, --wheels DIR takes the packages from there, as scripts/gpu_pack "
+        "left them. Example: scripts/gpu_check build/rtx --wheels build/wheels",
     )
     parser.add_argument("bundle", type=Path, help="a bundle that was built for a GPU")
     parser.add_argument("--out", type=Path, default=Path("reports/gpu"), help="for the reports")
