@@ -1,6 +1,11 @@
 # Shared by scripts/demo and scripts/test; sourced, not run.
 
 set -euo pipefail
+if [[ ${1-} == -h || ${1-} == --help ]]; then
+    sed -n '2,/^$/s/^# \{0,1\}//p' "$0"
+    exit
+fi
+
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$ROOT"
 
@@ -8,11 +13,6 @@ PYTHON=$ROOT/.venv/bin/python
 BOOTSTRAP_PYTHON=${OUTRIDER_PYTHON:-python3}
 MODEL=build/models/SmolLM2-135M-Instruct.Q4_1.gguf
 export HF_HUB_OFFLINE=1 PIP_NO_INPUT=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_PROGRESS_BAR=off
-
-if [[ ${1-} == -h || ${1-} == --help ]]; then
-    sed -n '2,/^$/s/^# \{0,1\}//p' "$0"
-    exit
-fi
 
 say() { printf '%s\n' "$*" >&2; }
 
