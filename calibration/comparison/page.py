@@ -64,7 +64,7 @@ def render(result: Json) -> str:
 def _head(result: Json) -> str:
     ours, theirs = result["sides"]["bundle"], result["sides"]["reference"]
     rows = [
-        [name, *(_size(side[key]) if "size" in name else str(side[key]) for side in (theirs, ours))]
+        [name, *(_shown(key, side[key]) for side in (theirs, ours))]
         for name, key in (
             ("name", "name"),
             ("target", "target_precision"),
@@ -83,8 +83,8 @@ def _head(result: Json) -> str:
     )
 
 
-def _size(count: int) -> str:
-    return f"{count / 1e6:,.1f} MB"
+def _shown(key: str, value: str | int) -> str:
+    return f"{int(value) / 1e6:,.1f} MB" if key.endswith("_bytes") else str(value)
 
 
 def _by_position(result: Json) -> str:

@@ -54,7 +54,7 @@ class CudaCall:
 
     def run(self) -> float:
         """Copy up, run, copy down, wait; returns the seconds it took."""
-        return InTurn((self,)).run()
+        return _run((self,))
 
     def upload(self) -> None:
         memory = self.executor.device.memory
@@ -105,21 +105,25 @@ class InTurn:
     calls: Sequence[CudaCall]
 
     def run(self) -> float:
-        """Copy up, run, copy down, wait; returns the seconds it took."""
-        start = perf_counter()
-        for call in self.calls:
-            call.upload()
-        for call in self.calls:
-            call.enqueue(call.bucket())
-        for call in self.calls:
-            call.download()
-        self.calls[0].executor.device.synchronize()
-        return perf_counter() - start
+        """As `CudaCall.run`."""
+        return _run(self.calls)
 
     def enqueue(self, context_rows: int) -> None:
         """As `CudaCall.enqueue`."""
         for call in self.calls:
             call.enqueue(context_rows)
+
+
+def _run(calls: Sequence[CudaCall]) -> float:
+    start = perf_counter()
+    for call in calls:
+        call.upload()
+    for call in calls:
+        call.enqueue(call.bucket())
+    for call in calls:
+        call.download()
+    calls[0].executor.device.synchronize()
+    return perf_counter() - start
 
 
 def _resized(bound: Bound, rows: int) -> Bound:
